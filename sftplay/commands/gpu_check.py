@@ -23,8 +23,7 @@ from sftplay.runs.comm_check import (
 )
 from sftplay.runs.gpu_check import checks
 from sftplay.runs.gpu_check.check import Check
-from sftplay.runs.gpu_check.conduct import Row, conduct
-from sftplay.runs.gpu_check.table import JSON_FILE, MARKDOWN_FILE, STATES, Table
+from sftplay.runs.gpu_check.conduct import JSON_FILE, MARKDOWN_FILE, STATES, Row, Table, conduct
 from sftplay.runs.start import print_command, read_scale
 from sftplay.signals import StopAtOnce, Stopped
 
@@ -80,7 +79,7 @@ def run_table(args: Namespace, table: list[Check], *, module: str) -> int:
     found.save()  # a folder that cannot be written is refused before the first check
 
     def note(row: Row) -> None:
-        found.add(row)
+        found.save(row)
         log.show(f"{STATES[row.state]:<18} {row.name}: {row.figure or row.why} ({row.seconds:.0f} s)")
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:

@@ -73,7 +73,7 @@ def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
 
 def self_test(args: Namespace) -> int:
     """`sandbox --self-test`: every attack on every executor that is here; code 5 where one gets through."""
-    from sftplay.sandbox.attacks.conduct import ATTACKS, Row, conduct, listing
+    from sftplay.sandbox.attacks.suite import Row, format_list, read_attacks, run_attacks
     from sftplay.sandbox.choose import SAFE, WARM, choose_executor, find_problem
 
     if args.executor == "none":
@@ -91,14 +91,14 @@ def self_test(args: Namespace) -> int:
 
         def note(row: Row, *, column: str = column, done: list[Row] = done) -> None:
             done.append(row)
-            log.progress(len(done), len(ATTACKS), what="attacks", tag=column)
+            log.progress(len(done), len(read_attacks()), what="attacks", tag=column)
 
-        rows[column] = conduct(executor, note=note)
+        rows[column] = run_attacks(executor, note=note)
         executor.close()
     if not rows:
         choose_executor(args.executor, is_warm=False)  # says why, and what to install
         raise MachineError("no executor is here", where="sandbox")
-    text = listing(rows)
+    text = format_list(rows)
     if args.out:  # a file with the marks keeps all that is outside of them
         before = Path(args.out).read_text(encoding="utf-8") if Path(args.out).exists() else ""
         head, mark, rest = before.partition(BEGIN)

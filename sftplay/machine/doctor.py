@@ -8,7 +8,7 @@ import resource
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from sftplay.machine.gpu import physical_ram_bytes
+from sftplay.machine.gpu import Gpu, physical_ram_bytes
 from sftplay.machine.gpu_info import holders, label
 from sftplay.machine.ports import HOST, RENDEZVOUS_PORT, bound_port
 from sftplay.machine.probe import Machine, ask_torch, compiler_remedy, find_compiler_problem, installed_version
@@ -272,7 +272,7 @@ def check_gpus(machine: Machine) -> list[CheckResult]:
     fix = "search `dmesg` for its Xid error; a restart of the machine often brings it back"
     mute = [note for note in machine.notes if note.endswith("does not answer")]
     results += [CheckResult("stop", "gpu", note, fix) for note in mute]
-    checks = (_driver, _torch, _memory, _errors, _states, _mixture, _slices, _peers)
+    checks = (_driver, _torch, _memory, _states, _mixture, _slices, _peers)
     return results + list(chain.from_iterable(check(machine) for check in checks))
 
 
@@ -325,37 +325,35 @@ def _memory(machine: Machine) -> list[CheckResult]:
     return results or [CheckResult("ok", "gpu memory", "nobody else holds any")]
 
 
-def _errors(machine: Machine) -> list[CheckResult]:
-    results = []
-    for gpu in machine.gpus:
-        reset = f"nvidia-smi --gpu-reset -i {gpu.machine_index}"
-        if gpu.memory_errors:
-            what = f"GPU {gpu.index} had {gpu.memory_errors} uncorrected memory errors since the driver was loaded"
-            results.append(CheckResult("stop", "ecc", what, reset))
-        if gpu.is_failing:
-            what = f"GPU {gpu.index} could not replace broken memory rows"
-            fix = "leave it out with CUDA_VISIBLE_DEVICES, and have it exchanged"
-            results.append(CheckResult("stop", "ecc", what, fix))
-        elif gpu.needs_reset:
-            what = f"GPU {gpu.index} waits for a reset to replace broken memory rows"
-            results.append(CheckResult("warn", "ecc", what, reset))
-    if not results and any(gpu.memory_errors is not None for gpu in machine.gpus):
-        results = [CheckResult("ok", "ecc", "no uncorrected memory errors")]
-    return results
+RESET, SHARED = "nvidia-smi --gpu-reset -i {}", "nvidia-smi -i {} -c DEFAULT"
+
+# Level, subject, whether a card is in this state, what is said of it, the remedy. NVML_COMPUTEMODE_PROHIBITED is 2,
+# NVML_COMPUTEMODE_EXCLUSIVE_PROCESS 3.
+STATES: tuple[tuple[Level, str, Callable[[Gpu], object], str, str], ...] = (
+    ("stop", "ecc", lambda gpu: gpu.memory_errors,
+     "had {.memory_errors} uncorrected memory errors since the driver was loaded", RESET),
+    ("stop", "ecc", lambda gpu: gpu.is_failing, "could not replace broken memory rows",
+     "leave it out with CUDA_VISIBLE_DEVICES, and have it exchanged"),
+    ("warn", "ecc", lambda gpu: gpu.needs_reset and not gpu.is_failing,
+     "waits for a reset to replace broken memory rows", RESET),
+    ("warn", "heat", lambda gpu: (gpu.temperature_c or 0) >= HOT_C, "is at {.temperature_c} C",
+     "check its cooling; it runs slower now"),
+    ("stop", "compute mode", lambda gpu: gpu.compute_mode == 2, "takes no process (prohibited)", SHARED),
+    ("stop", "compute mode", lambda gpu: gpu.compute_mode == 3 and gpu.processes,
+     "takes one process, and has one", SHARED),
+)  # fmt: skip
 
 
 def _states(machine: Machine) -> list[CheckResult]:
-    """Heat, then compute modes: NVML_COMPUTEMODE_PROHIBITED is 2, NVML_COMPUTEMODE_EXCLUSIVE_PROCESS 3."""
-    hot = [gpu for gpu in machine.gpus if gpu.temperature_c is not None and gpu.temperature_c >= HOT_C]
-    fix = "check its cooling; it runs slower now"
-    results = [CheckResult("warn", "heat", f"GPU {gpu.index} is at {gpu.temperature_c} C", fix) for gpu in hot]
-    for gpu in machine.gpus:
-        fix = f"nvidia-smi -i {gpu.machine_index} -c DEFAULT"
-        if gpu.compute_mode == 2:
-            results.append(CheckResult("stop", "compute mode", f"GPU {gpu.index} takes no process (prohibited)", fix))
-        elif gpu.compute_mode == 3 and gpu.processes:
-            what = f"GPU {gpu.index} takes one process, and has one"
-            results.append(CheckResult("stop", "compute mode", what, fix))
+    results = [
+        CheckResult(level, subject, f"GPU {gpu.index} {what.format(gpu)}", fix.format(gpu.machine_index))
+        for level, subject, is_so, what, fix in STATES
+        for gpu in machine.gpus
+        if is_so(gpu)
+    ]
+    counts_errors = any(gpu.memory_errors is not None for gpu in machine.gpus)
+    if counts_errors and not any(result.subject == "ecc" for result in results):
+        results.insert(0, CheckResult("ok", "ecc", "no uncorrected memory errors"))
     return results
 
 

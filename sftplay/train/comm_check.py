@@ -36,24 +36,27 @@ Reduce = Callable[[Tensor], Any]
 def main(folder: str, limit_s: str) -> int:
     """Measure, and leave what this rank knows in `folder`/rankN.json; 0, or an error's exit code."""
     die_with_parent()
-    note = Path(folder) / f"rank{log.rank()}.json"
-    write_note(note, state="started")
+
+    def leave(**known: Any) -> None:  # a reader finds the old note or the new one
+        write_text(Path(folder) / f"rank{log.rank()}.json", json.dumps(known))
+
+    leave(state="started")
     device = take_device()
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=float(limit_s)))
-        write_note(note, state="met")
+        leave(state="met")
         measured, everyone = sweep(device, dist.all_reduce), list[Any]([None] * log.world_size())
         dist.all_gather_object(everyone, measured)
         # Every figure is that of the slowest rank, the same on all ranks.
         latencies = [max(ranks) for ranks in zip(*(rank["latencies_s"] for rank in everyone), strict=True)]
         slowest = {key: max(rank[key] for rank in everyone) for key in ("plain_s", "fp16_s")}
         slowest |= {"device": measured["device"], "backend": dist.get_backend()}
-        write_note(note, state="done", latencies_s=latencies, **slowest)
+        leave(state="done", latencies_s=latencies, **slowest)
     except SftplayError as error:
-        write_note(note, state="failed", error=error.what)
+        leave(state="failed", error=error.what)
         return error.exit_code
     except RuntimeError as error:  # a rank has ended, or never came
-        write_note(note, state="failed", error=str(error).splitlines()[0])
+        leave(state="failed", error=str(error).splitlines()[0])
         return RunError.exit_code
     dist.destroy_process_group()
     return 0
@@ -66,11 +69,6 @@ def take_device() -> torch.device:
     device = torch.device("cuda", log.local_rank())
     torch.cuda.set_device(log.local_rank())
     return device
-
-
-def write_note(path: Path, **known: Any) -> None:
-    """Replace the note; a reader finds the old one or the new one."""
-    write_text(path, json.dumps(known))
 
 
 def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -53,104 +54,98 @@ def test_two_real_ranks_exchange_and_the_table_adds_up(sftplay: Callable[..., An
     assert report["gradients"]["exchange_s"] > 0
 
 
+def run_check(folder: Path, launch: Launch | str, *, scale: Scale = TWO, limit_s: float = HANG_S) -> dict[str, Any]:
+    """The check of a launch, or of a program that takes its place."""
+    if isinstance(launch, str):
+        launch = Launch((sys.executable, "-c", launch), {})
+    return comm_check.run_check(launch, folder, scale=scale, limit_s=limit_s)
+
+
 @pytest.mark.slow
 def test_a_node_that_does_not_come_ends_the_check_in_time_with_a_reason(tmp_path: Path):
     scale = Scale(nproc=1, nnodes=2, master_port=29591)
     began = time.monotonic()
     with pytest.raises(RunError, match="rank 0 did not come") as caught:
-        comm_check.run_check(
-            comm_check.build_check(tmp_path, scale, machine=CPU, limit_s=6.0), tmp_path, scale=scale, limit_s=6.0
-        )
+        run_check(tmp_path, comm_check.build_check(tmp_path, scale, machine=CPU, limit_s=6.0), scale=scale, limit_s=6.0)
     assert time.monotonic() - began < 60
     assert "MASTER_ADDR" in caught.value.fix
 
 
-def fake(code: str) -> Launch:
-    return Launch((sys.executable, "-c", code), {})
+CLOSED = {"state": "failed", "error": "connection closed by peer"}
+WRONG = {"state": "failed", "error": "holds a wrong sum after an all-reduce of 4096 bytes"}
 
 
-def test_ranks_that_hang_are_ended_and_named(tmp_path: Path):
-    rank.write_note(tmp_path / "rank0.json", state="started")
+@pytest.mark.parametrize(
+    ("notes", "program", "limit_s", "says"),
+    [
+        pytest.param(
+            [{"state": "started"}], "import time; time.sleep(600)", 0.5,
+            "within 0.5 s: rank 0 started and met no one; rank 1 did not come", id="ranks that hang are ended",
+        ),
+        pytest.param(
+            [CLOSED], "import sys; sys.exit('no room')", HANG_S,
+            "ended with code 1: rank 0 failed (connection closed by peer); rank 1 did not come (no room)",
+            id="a rank that died is named with the launcher's last line",
+        ),
+        pytest.param(
+            [CLOSED, WRONG], "raise SystemExit(5)", HANG_S, "comm-check: rank 1 holds a wrong sum",
+            id="a wrong sum is the reason where other ranks failed too",
+        ),
+    ],
+)  # fmt: skip
+def test_a_check_that_fails_says_what_became_of_each_rank(
+    notes: list[dict[str, str]], program: str, limit_s: float, says: str, tmp_path: Path
+):
+    for n, note in enumerate(notes):
+        (tmp_path / f"rank{n}.json").write_text(json.dumps(note))
     with pytest.raises(RunError) as caught:
-        comm_check.run_check(fake("import time; time.sleep(600)"), tmp_path, scale=TWO, limit_s=0.5)
-    assert "within 0.5 s" in caught.value.what
-    assert "rank 0 started and met no one; rank 1 did not come" in caught.value.what
+        run_check(tmp_path, program, limit_s=limit_s)
+    assert says in str(caught.value)
     assert caught.value.exit_code == 5
+    assert ("cannot be trusted" in caught.value.fix) == ("wrong sum" in says)
 
 
-def test_a_rank_that_has_gone_is_told_with_the_launchers_last_word(tmp_path: Path):
-    rank.write_note(tmp_path / "rank0.json", state="failed", error="connection closed by peer")
-    with pytest.raises(RunError) as caught:
-        comm_check.run_check(fake("import sys; sys.exit('no room')"), tmp_path, scale=TWO, limit_s=HANG_S)
-    assert "ended with code 1: rank 0 failed (connection closed by peer); rank 1 did not come (no room)" in str(
-        caught.value
-    )
-
-
-def test_what_the_ranks_of_a_failed_check_said_is_kept_and_named(tmp_path: Path, kept: Path):
-    (tmp_path / "check").mkdir()
-    for message in ("NCCL INFO NET/IB : no device", "NCCL INFO NET/Socket : Using eth0"):
+def test_what_the_ranks_of_a_failed_check_said_is_kept_and_named_where_it_can_be(tmp_path: Path, kept: Path):
+    folder = tmp_path / "check"
+    folder.mkdir()
+    fourth = kept.parent / "comm-check-node3.log"
+    for scale, log, said in (
+        (TWO, kept, "NET/IB : no device"),
+        (TWO, kept, "Using eth0"),
+        (FOURTH, fourth, "of node 3"),
+    ):
         with pytest.raises(RunError) as caught:
-            comm_check.run_check(
-                fake(f"print({message!r}); raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=HANG_S
-            )
-        assert kept.read_text() == f"{message}\n"
-        assert f"the output is in {kept}" in caught.value.what
-    with pytest.raises(RunError, match="output is in"):
-        comm_check.run_check(
-            fake("print('of node 3', end=''); raise SystemExit(5)"), tmp_path / "check", scale=FOURTH, limit_s=HANG_S
-        )
-    assert (kept.parent / "comm-check-node3.log").read_text() == "of node 3"
-
-
-def test_where_nothing_was_said_or_can_be_kept_no_log_is_named(tmp_path: Path, kept: Path):
-    (tmp_path / "check").mkdir()
-    with pytest.raises(RunError) as silent:
-        comm_check.run_check(fake("raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=HANG_S)
-    kept.parent.touch()  # a file in the folder's place
-    with pytest.raises(RunError) as lost:
-        comm_check.run_check(
-            fake("print('in vain'); raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=HANG_S
-        )
-    for caught in (silent, lost):
-        assert "ended with code 5" in caught.value.what
+            run_check(folder, f"print({said!r}); raise SystemExit(5)", scale=scale)
+        assert log.read_text() == f"{said}\n"
+        assert f"the output is in {log}" in caught.value.what
+    for said in ("", "print('in vain'); "):  # nothing to keep, and no folder to keep it in
+        if said:
+            shutil.rmtree(kept.parent)
+            kept.parent.touch()
+        with pytest.raises(RunError, match="ended with code 5") as caught:
+            run_check(folder, f"{said}raise SystemExit(5)")
         assert str(kept) not in str(caught.value)
 
 
 def test_a_check_that_succeeds_keeps_nothing(tmp_path: Path, kept: Path):
     for n in (0, 1):
-        rank.write_note(tmp_path / f"rank{n}.json", state="done")
-    comm_check.run_check(fake("print('fine')"), tmp_path, scale=TWO, limit_s=HANG_S)
+        (tmp_path / f"rank{n}.json").write_text('{"state": "done"}')
+    run_check(tmp_path, "print('fine')")
     assert not kept.parent.exists()
-
-
-def test_a_wrong_sum_is_the_reason_even_where_other_ranks_failed_too(tmp_path: Path):
-    rank.write_note(tmp_path / "rank0.json", state="failed", error="connection closed by peer")
-    rank.write_note(
-        tmp_path / "rank1.json", state="failed", error="holds a wrong sum after an all-reduce of 4096 bytes"
-    )
-    with pytest.raises(RunError, match=r"comm-check: rank 1 holds a wrong sum") as caught:
-        comm_check.run_check(fake("raise SystemExit(5)"), tmp_path, scale=TWO, limit_s=HANG_S)
-    assert "cannot be trusted" in caught.value.fix
-
-
-def three_ranks(buffer: torch.Tensor, *, lost: int | None = None) -> None:
-    """What an all-reduce of ranks 0, 1 and 2 leaves on rank 0: its marks, twice and three times them."""
-    buffer.mul_(1 + 2 + 3)
-    if lost is not None:
-        buffer[lost] -= 1
 
 
 def test_only_the_exact_sum_over_the_ranks_passes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     cpu = torch.device("cpu")
-    rank.check_sum(4096, cpu, reduce=three_ranks)
-    with pytest.raises(RunError, match="4096 bytes: 1 of 1024 numbers"):
-        rank.check_sum(4096, cpu, reduce=lambda buffer: three_ranks(buffer, lost=700))
-    with pytest.raises(RunError, match="wrong sum"):
-        rank.check_sum(4096, cpu, reduce=lambda buffer: None)
-    with pytest.raises(RunError, match="wrong sum"):
-        rank.check_sum(4096, cpu, reduce=lambda buffer: buffer.copy_(buffer.roll(1) * 6))
+    # Rank 0's numbers, twice and three times them.
+    rank.check_sum(4096, cpu, reduce=lambda buffer: buffer.mul_(1 + 2 + 3))
+    for wrong, message in (
+        (lambda buffer: buffer.mul_(6)[700:701].sub_(1), "4096 bytes: 1 of 1024 numbers"),
+        (lambda buffer: None, "wrong sum"),
+        (lambda buffer: buffer.copy_(buffer.roll(1) * 6), "wrong sum"),
+    ):
+        with pytest.raises(RunError, match=message):
+            rank.check_sum(4096, cpu, reduce=wrong)
 
 
 def test_every_size_and_a_whole_bucket_are_exchanged_in_fp32_and_the_bucket_in_fp16_too(
@@ -164,27 +159,22 @@ def test_every_size_and_a_whole_bucket_are_exchanged_in_fp32_and_the_bucket_in_f
     assert exchanged == {(fp32, 4096), (fp32, 16384), (fp32, bucket), (fp16, bucket // 2)}
 
 
-def test_bandwidth_is_what_a_ring_of_the_ranks_carries():
-    # 64 MB in 0.1 s: 640 MB/s go in; a ring of 4 sends each byte 2 x 3 / 4 = 1.5 times, one of 2 once.
-    each = Exchange(64_000_000, 0.1)
-    assert each.algorithm_bytes_per_s() == pytest.approx(640e6)
-    assert each.bus_bytes_per_s(4) == pytest.approx(960e6)
-    assert each.bus_bytes_per_s(2) == pytest.approx(640e6)
-
-
 SWEEP = [Exchange(1000, 0.001), Exchange(3000, 0.002), Exchange(10_000, 0.010)]
 
 
-def test_gradients_take_their_buckets_one_after_the_other():
-    # 2000 bytes lie half way between 1 ms and 2 ms; 7000 bytes are three of them and 1000 more.
-    assert exchange_s(SWEEP, 2000, bucket_bytes=2000) == pytest.approx(0.0015)
-    assert exchange_s(SWEEP, 7000, bucket_bytes=2000) == pytest.approx(3 * 0.0015 + 0.001)
-    assert exchange_s(SWEEP, 10, bucket_bytes=2000) == pytest.approx(0.001)  # never faster than the smallest
-    assert exchange_s(SWEEP, 20_000, bucket_bytes=20_000) == pytest.approx(0.020)  # beyond the largest: at its speed
-
-
-def test_latency_rules_below_the_size_that_takes_as_long_to_send_as_to_start():
-    assert turning_bytes(SWEEP) == 1500  # 1 ms at 3000 bytes in 2 ms, the best speed
+def test_the_arithmetic_of_an_exchange():
+    # 64 MB in 0.1 s: 640 MB/s go in; a ring of 4 sends each byte 2 x 3 / 4 = 1.5 times, one of 2 once.
+    each = Exchange(64_000_000, 0.1)
+    speeds = [each.algorithm_bytes_per_s(), each.bus_bytes_per_s(4), each.bus_bytes_per_s(2)]
+    assert speeds == pytest.approx([640e6, 960e6, 640e6])
+    for total, bucket, seconds in (
+        (2000, 2000, 0.0015),  # half way between 1 ms and 2 ms
+        (7000, 2000, 3 * 0.0015 + 0.001),  # three buckets and 1000 more, one after the other
+        (10, 2000, 0.001),  # never faster than the smallest
+        (20_000, 20_000, 0.020),  # beyond the largest: at its speed
+    ):
+        assert exchange_s(SWEEP, total, bucket_bytes=bucket) == pytest.approx(seconds)
+    assert turning_bytes(SWEEP) == 1500  # 1 ms at 3000 bytes in 2 ms, the best speed: latency rules below that
 
 
 def gpus(count: int, capability: tuple[int, int], word: str) -> Machine:
@@ -194,47 +184,40 @@ def gpus(count: int, capability: tuple[int, int], word: str) -> Machine:
     )
 
 
-def test_a_links_nominal_speed_is_the_makers_each_way():
-    # NVIDIA's figures both ways: V100 300 GB/s over 6 links, H100 900 over 18, B200 1800 over 18.
-    for capability, links, both_ways in (((7, 0), 6, 300e9), ((9, 0), 18, 900e9), ((10, 0), 18, 1800e9)):
-        assert nominal_link(gpus(2, capability, f"NV{links}"), 2, nnodes=1)[0] == pytest.approx(both_ways / 2)
-
-
 @pytest.mark.parametrize(
-    ("machine", "nnodes", "message"),
+    ("machine", "nnodes", "nominal", "message"),
     [
-        (CPU, 1, "loopback"),
-        (gpus(2, (9, 0), "NV18"), 2, "network between the nodes"),
-        (gpus(2, (8, 9), "SYS"), 1, "SYS: its nominal speed is not known"),
-        (gpus(2, (8, 6), "NV4"), 1, "NV4: its nominal speed is not known"),
-        (replace(gpus(2, (9, 0), "NV18"), links=()), 1, "the driver does not say"),
+        # NVIDIA's figures both ways: V100 300 GB/s over 6 links, H100 900 over 18, B200 1800 over 18.
+        (gpus(2, (7, 0), "NV6"), 1, 150e9, ""),
+        (gpus(2, (9, 0), "NV18"), 1, 450e9, ""),
+        (gpus(2, (10, 0), "NV18"), 1, 900e9, ""),
+        (CPU, 1, None, "loopback"),
+        (gpus(2, (9, 0), "NV18"), 2, None, "network between the nodes"),
+        (gpus(2, (8, 9), "SYS"), 1, None, "SYS: its nominal speed is not known"),
+        (gpus(2, (8, 6), "NV4"), 1, None, "NV4: its nominal speed is not known"),
+        (replace(gpus(2, (9, 0), "NV18"), links=()), 1, None, "the driver does not say"),
     ],
 )
-def test_a_link_without_a_known_speed_is_said_to_have_none(machine: Machine, nnodes: int, message: str):
-    nominal, text = nominal_link(machine, 2, nnodes=nnodes)
-    assert nominal is None
+def test_a_links_nominal_speed_is_the_makers_each_way_or_said_to_be_unknown(
+    machine: Machine, nnodes: int, nominal: float | None, message: str
+):
+    found, text = nominal_link(machine, 2, nnodes=nnodes)
+    assert found == pytest.approx(nominal)
     assert message in text
 
 
-def test_the_time_of_the_fp16_hook_stands_beside_that_of_plain_gradients():
-    figures = FOUND | {"plain_s": 0.030, "fp16_s": 0.020}
-    report = comm_check.describe_exchanges(figures, TWO, nominal_bytes_per_s=None, link="loopback")
-    hook, verdict = comm_check.as_lines(report)[-2:]
-    assert "take 20.0 ms with it, conversion included, and 30.0 ms without" in hook
-    assert report["verdict"] == [verdict]
-    assert verdict.startswith("verdict: every sum is right; the link carries ")
-
-
-def test_the_table_stands_beside_what_the_link_should_do():
-    report = comm_check.describe_exchanges(
-        FOUND, TWO, nominal_bytes_per_s=1e9, link="NVLink", gradients=(2 * 2**20, 2**20)
-    )
+def test_the_table_stands_beside_what_the_link_should_do_and_the_fp16_hook_beside_plain_gradients():
+    options: dict[str, Any] = {"nominal_bytes_per_s": 1e9, "link": "NVLink", "gradients": (2 * 2**20, 2**20)}
+    report = comm_check.describe_exchanges(FOUND, TWO, **options)
     lines = comm_check.as_lines(report)
     assert lines[0] == "2 ranks over gloo on cpu; link: NVLink"
     # 1 MiB in 1 ms is 1.049 GB/s, 105 % of a link of 1 GB/s.
     (row,) = (line for line in lines if line.strip().startswith("1.0 MiB"))
     assert row.split() == ["1.0", "MiB", "1.000", "ms", "1.049", "GB/s", "1.049", "GB/s", "105%"]
     assert report["gradients"] == {"bytes": 2 * 2**20, "bucket_bytes": 2**20, "exchange_s": pytest.approx(0.002)}
+    assert "take 20.0 ms with it, conversion included, and 30.0 ms without" in lines[-2]
+    assert report["verdict"] == [lines[-1]]
+    assert lines[-1].startswith("verdict: every sum is right; the link carries ")
 
 
 def test_a_dry_run_prints_the_command_of_two_ranks_and_starts_nothing(capsys: pytest.CaptureFixture[str]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import recorded_driver as driver
+from packaging.specifiers import SpecifierSet
 from processes import HANG_S
 
 from sftplay.machine import doctor
@@ -129,34 +131,27 @@ def test_the_ranges_of_libraries_are_those_of_pyproject():
     ],
 )
 def test_a_version_is_compared_as_pip_compares_releases(version, ranges, within):
-    from packaging.specifiers import SpecifierSet
-
     assert is_within(version, ranges) is within
     assert SpecifierSet(ranges, prereleases=True).contains(version) is within
 
 
 @pytest.mark.parametrize(
-    ("changes", "level", "part"),
+    ("changes", "extra", "level", "says"),
     [
-        ({}, "ok", ""),
-        ({"trl": None}, "stop", "trl is not installed"),
-        ({"bitsandbytes": None}, "warn", "4-bit"),
-        ({"transformers": "6.0"}, "warn", "transformers 6.0 is outside"),
-        ({"trl": "1.15.0"}, "stop", "Triton"),
+        ({}, "", "ok", ""),
+        ({"trl": None}, "", "stop", "trl is not installed"),
+        ({"bitsandbytes": None}, "", "warn", "4-bit"),
+        ({"transformers": "6.0"}, "", "warn", "transformers 6.0 is outside"),
+        ({"trl": "1.15.0"}, "", "stop", "Triton"),
+        ({"datasets": "5.2.0"}, "unsloth", "warn", "pip install 'datasets<5', or use tuning.backend: bnb"),
     ],
 )
-def test_libraries_must_be_installed_and_fit_together(monkeypatch, changes, level, part):
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+def test_libraries_must_be_installed_and_fit_together(monkeypatch, changes, extra, level, says):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object() if name == extra else None)
     versions = {name: v for name, v in {**PLAIN.libraries, **changes}.items() if v}
     findings = check_libraries(replace(PLAIN, libraries=versions))
     assert levels(findings) == {"versions": level}
-    assert part in " ".join(each.what for each in findings)
-
-
-def test_unsloth_does_not_go_with_datasets_5(monkeypatch):
-    monkeypatch.setattr(doctor, "find_spec", lambda name: object() if name == "unsloth" else None)
-    findings = check_libraries(replace(PLAIN, libraries={**PLAIN.libraries, "datasets": "5.2.0"}))
-    assert [(f.level, f.fix) for f in findings] == [("warn", "pip install 'datasets<5', or use tuning.backend: bnb")]
+    assert says in " ".join(each.as_text() for each in findings)
 
 
 @pytest.mark.parametrize(
@@ -237,26 +232,23 @@ def test_little_shared_memory_few_files_and_little_ram_are_warnings(tmp_path, mo
     assert levels(doctor.check_memory(replace(PLAIN, ram_free_bytes=GIB))) == {"memory": "warn"}
 
 
+NVLINK, NO_NVLINK = (("X", "NV12"), ("NV12", "X")), (("X", "SYS"), ("SYS", "X"))
+
+
 @pytest.mark.parametrize(
-    ("environ", "level"),
+    ("environ", "links", "level"),
     [
-        ({}, "ok"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "ok"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments"}, "stop"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:2"}, "warn"),
-        ({"CUDA_LAUNCH_BLOCKING": "1"}, "warn"),
+        ({}, (), "ok"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, (), "ok"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments"}, (), "stop"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:2"}, (), "warn"),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, (), "warn"),
+        ({"NCCL_P2P_DISABLE": "1"}, NVLINK, "warn"),
+        ({"NCCL_P2P_DISABLE": "1"}, NO_NVLINK, "ok"),
     ],
 )
-def test_variables_that_are_easily_forgotten_are_checked(machine_of, environ, level):
-    assert levels(doctor.check_environment(machine_of(), environ)) == {"environment": level}
-
-
-def test_unused_nvlinks_are_a_warning(machine_of):
-    linked = replace(machine_of(), links=(("X", "NV12"), ("NV12", "X")))
-    apart = replace(linked, links=(("X", "SYS"), ("SYS", "X")))
-    environ = {"NCCL_P2P_DISABLE": "1"}
-    findings = [doctor.check_environment(each, environ) for each in (linked, apart)]
-    assert [levels(each)["environment"] for each in findings] == ["warn", "ok"]
+def test_variables_that_are_easily_forgotten_are_checked(machine_of, environ, links, level):
+    assert levels(doctor.check_environment(replace(machine_of(), links=links), environ)) == {"environment": level}
 
 
 @contextmanager
@@ -304,7 +296,11 @@ def test_the_hub_is_asked_once_and_the_token_is_never_shown(tmp_path, monkeypatc
     assert "secret" not in " ".join(each.as_text() for each in findings)
 
 
-def test_a_hub_that_does_not_answer_matters_only_for_models_that_are_not_cached(tmp_path):
+def test_a_hub_that_does_not_answer_or_is_not_asked_matters_only_for_models_that_are_not_cached(tmp_path):
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    assert levels(check_hub(None, is_fast=False, environ=offline)) == {"hub": "ok"}
+    (finding,) = check_hub("org/model", is_fast=True, environ=offline)
+    assert (finding.level, finding.fix) == ("stop", "unset HF_HUB_OFFLINE, then make download-model MODEL=org/model")
     with socket.socket() as closed:  # bound and not listening: connections are refused
         closed.bind(("127.0.0.1", 0))
         environ = {"HF_ENDPOINT": f"http://127.0.0.1:{closed.getsockname()[1]}", "HF_HOME": str(tmp_path)}
@@ -315,32 +311,21 @@ def test_a_hub_that_does_not_answer_matters_only_for_models_that_are_not_cached(
         assert levels(check_hub("org/model", is_fast=False, environ=environ)) == {"hub": "ok"}
 
 
-def test_offline_stops_a_run_whose_model_is_not_cached(tmp_path):
-    environ = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    assert levels(check_hub(None, is_fast=False, environ=environ)) == {"hub": "ok"}
-    (finding,) = check_hub("org/model", is_fast=True, environ=environ)
-    assert (finding.level, finding.fix) == ("stop", "unset HF_HUB_OFFLINE, then make download-model MODEL=org/model")
-
-
-def test_cache_and_token_are_where_the_hubs_own_client_reads_them(monkeypatch, tmp_path):
-    import subprocess
-
+def test_cache_and_token_are_where_the_hubs_own_client_reads_them(tmp_path):
     (tmp_path / "token").write_text("hf_fromfile\n")
     environ = {"HF_HOME": str(tmp_path), "PATH": "/usr/bin"}
     code = "from huggingface_hub import constants as c, get_token; print(c.HF_HUB_CACHE); print(get_token())"
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     cache, token = done.stdout.split()
     assert find_token(environ) == token
+    assert not is_cached("org/model", environ)
     snapshot = Path(cache) / "models--org--model/snapshots/abc"
     snapshot.mkdir(parents=True)
-    assert not is_cached("org/model", environ)
     (snapshot / "config.json").write_text("{}")
     assert is_cached("org/model", environ)
 
 
 def test_every_finding_that_is_not_ok_has_a_remedy_and_the_fast_doctor_does_not_ask_torch(tmp_path, monkeypatch):
-    from sftplay.machine import doctor
-
     monkeypatch.setattr(doctor, "ask_torch", lambda: pytest.fail("torch was asked"))
     for name in driver.MACHINES:
         driver.install(monkeypatch, driver.recorded(name))

@@ -23,11 +23,10 @@ from sftplay.errors import ConfigError
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine, TorchBuild
 from sftplay.runs.gpu_check import check as kit
-from sftplay.runs.gpu_check import facts, fault, memory, recovery, runs, several_processes, speed
+from sftplay.runs.gpu_check import checks, fault
 from sftplay.runs.gpu_check.check import Broken, CheckContext, NotPossible
 from sftplay.runs.gpu_check.checks import CHECKS
-from sftplay.runs.gpu_check.conduct import Row
-from sftplay.runs.gpu_check.table import Table
+from sftplay.runs.gpu_check.conduct import Row, Table
 from sftplay.signals import STOP_SIGNALS
 
 HERE = Path(__file__).parent
@@ -41,6 +40,7 @@ TWO_GPUS = replace(CPU, gpus=(CARD, replace(CARD, index=1)), gpu_reason="")
 
 @pytest.fixture
 def place(tmp_path: Path) -> CheckContext:
+    (tmp_path / "own").mkdir()
     return CheckContext(CPU, tmp_path / "own", tmp_path / "shared")
 
 
@@ -92,7 +92,7 @@ def test_a_check_that_hangs_dies_or_runs_out_of_memory_leaves_the_others_alone(
 def test_both_files_are_whole_after_every_row(tmp_path: Path):
     table = Table(ONE_GPU, tmp_path)
     for count, name in enumerate(("one", "two"), start=1):
-        table.add(Row(name=name, state="ok", figure="a | b"))
+        table.save(Row(name=name, state="ok", figure="a | b"))
         report = json.loads((tmp_path / "gpu-check.json").read_text())
         assert len(report["rows"]) == count
         assert report["card"] == CARD.name
@@ -165,90 +165,80 @@ def test_without_a_gpu_each_row_says_what_it_needs_and_with_two_none_does():
     ]
 
 
-def test_torch_and_driver_are_compared_in_memory_capability_and_peers():
-    told = SimpleNamespace(major=9, minor=0, total_memory=79 * 2**30)
-    assert facts.differences(CARD, told) == []
-    told.total_memory = 40 * 2**30
-    told.minor = 1
-    assert len(facts.differences(CARD, told)) == 2
-    assert facts.peer_differences(TWO_GPUS, lambda a, b: True) == []
-    assert facts.peer_differences(TWO_GPUS, lambda a, b: False) == [
-        "GPUs 0 and 1: torch and the driver differ about peer access"
-    ]
-    apart = replace(TWO_GPUS, without_peer_access=((0, 1),))
-    assert facts.peer_differences(apart, lambda a, b: False) == []
+def test_torch_and_driver_are_compared_in_memory_capability_peers_and_build():
+    def differences(machine: Machine, seen: SimpleNamespace, *, peers: bool = True) -> list[str]:
+        return checks.list_differences(machine, [seen] * len(machine.gpus), can_access=lambda a, b: peers)
+
+    same = SimpleNamespace(major=9, minor=0, total_memory=79 * 2**30)
+    assert differences(TWO_GPUS, same) == []
+    assert len(differences(ONE_GPU, SimpleNamespace(major=9, minor=1, total_memory=40 * 2**30))) == 2
+    odd = ["GPUs 0 and 1: torch and the driver differ about peer access"]
+    assert differences(TWO_GPUS, same, peers=False) == odd
+    assert differences(replace(TWO_GPUS, without_peer_access=((0, 1),)), same, peers=False) == []
     old = TorchBuild("2.0", "11.8", archs=("sm_70", "sm_80"))
-    assert facts.without_code(replace(ONE_GPU, torch=old)) == ["GPU 0: torch was built for sm_70 sm_80 only"]
+    assert differences(replace(ONE_GPU, torch=old), same) == ["GPU 0: torch was built for sm_70 sm_80 only"]
 
 
-def learned_with(losses: dict[bool, list[float]]) -> Any:
-    return lambda place, *, mode, precision, on_cpu=False: SimpleNamespace(losses=losses[on_cpu])
+FALLING, USUAL = [3.5, 3.0, 2.5, 2.0, 1.5, 1.2], [3.5, 3.0, 2.5]
+ONE = "CUDA_VISIBLE_DEVICES=GPU-0a python -m worker"
 
 
-def test_a_loss_that_does_not_fall_and_one_that_is_not_the_cpus_fail(
-    place: CheckContext, monkeypatch: pytest.MonkeyPatch
-):
-    falling, flat = [3.5, 3.0, 2.5, 2.0, 1.5, 1.2], [3.5, 3.4, 3.5, 3.4, 3.5, 3.4]
-    monkeypatch.setattr(runs, "learned", learned_with({False: flat}))
-    with pytest.raises(Broken, match="does not fall"):
-        runs.learns(place, mode="lora", precision="fp32")
-    on_gpu = replace(place, machine=ONE_GPU)
-    near = [3.501, *falling[1:]]
-    monkeypatch.setattr(runs, "learned", learned_with({False: near, True: falling}))
-    assert "within" in runs.learns(on_gpu, mode="lora", precision="fp32")
-    far = [3.6, *falling[1:]]
-    monkeypatch.setattr(runs, "learned", learned_with({False: far, True: falling}))
-    with pytest.raises(Broken, match="from the CPU's"):
-        runs.learns(on_gpu, mode="lora", precision="fp32")
-    monkeypatch.setattr(runs, "learned", learned_with({False: [float("nan")] * 6}))
-    with pytest.raises(Broken):
-        runs.learns(place, mode="lora", precision="fp32")
+@pytest.mark.parametrize(
+    ("row", "machine", "losses", "others", "command", "says"),
+    [
+        ("run: fp32 lora", CPU, FALLING, [], "", "loss 3.500 to 1.200"),
+        ("run: fp32 lora", CPU, [3.5, 3.4, 3.5, 3.4, 3.5, 3.4], [], "", Broken("does not fall")),
+        ("run: fp32 lora", CPU, [float("nan")] * 6, [], "", Broken("does not fall")),
+        ("run: fp32 lora", ONE_GPU, [3.501, *FALLING[1:]], FALLING, "", "of the CPU's"),
+        ("run: fp32 lora", ONE_GPU, [3.6, *FALLING[1:]], FALLING, "", Broken("from the CPU's")),
+        ("run: eager against sdpa", CPU, USUAL, [3.5, 3.0, 2.501], "", "all within 0.0004"),
+        ("run: eager against sdpa", CPU, USUAL, [3.502, 3.0, 2.5], "", Broken("bounds")),
+        ("run: eager against sdpa", CPU, USUAL, [3.5, 3.0, 2.6], "", Broken("bounds")),
+        ("processes: one of two visible GPUs", TWO_GPUS, USUAL, [3.5, 3.0, 2.501], ONE, "2 are visible, CUDA_VISIBLE"),
+        (
+            "processes: one of two visible GPUs",
+            TWO_GPUS,
+            USUAL,
+            USUAL,
+            "python -m worker",
+            Broken("2 are visible, all"),
+        ),
+        ("processes: one of two visible GPUs", TWO_GPUS, USUAL, USUAL, ONE.replace("a ", "a,GPU-0b "), Broken("0b")),
+        ("processes: one of two visible GPUs", TWO_GPUS, USUAL, [3.5, 3.0, 2.6], ONE, Broken("within 0.04")),
+    ],
+)
+def test_losses_that_do_not_fall_or_are_not_those_of_the_run_beside_fail(
+    row: str, machine: Machine, losses: list[float], others: list[float], command: str, says: str | Broken,
+    place: CheckContext, monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    """`losses` are the shared run's, and `others` those on the CPU or of the run that the row trains."""
+    (place.folder / "launch.txt").write_text(command)
+    beside = SimpleNamespace(losses=others, folder=SimpleNamespace(path=place.folder))
+    monkeypatch.setattr(
+        checks,
+        "learned",
+        lambda *_, on_cpu=False, **__: SimpleNamespace(losses=others if on_cpu and not command else losses),
+    )
+    monkeypatch.setattr(checks, "train", lambda *_, **__: beside)
+    run_row(row, replace(place, machine=machine), says=says)
+
+
+def run_row(name: str, place: CheckContext, *, says: str | Exception) -> None:
+    (check,) = [check for check in CHECKS if check.name == name]
+    if isinstance(says, str):
+        assert says in check.run(place)
+        return
+    with pytest.raises(type(says), match=str(says)):
+        check.run(place)
 
 
 def test_rewards_that_do_not_rise_fail(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
     metrics = place.folder / "metrics.jsonl"
-    place.folder.mkdir()
-    monkeypatch.setattr(runs, "train", lambda *_, **__: SimpleNamespace(folder=SimpleNamespace(metrics=metrics)))
-    for rewards, problem in (([0.3, 0.5, 0.8, 0.9, 1.0], None), ([0.3, 0.5, 0.5, 0.5, 0.5], "does not rise")):
+    monkeypatch.setattr(checks, "train", lambda *_, **__: SimpleNamespace(folder=SimpleNamespace(metrics=metrics)))
+    rising, flat = [0.3, 0.5, 0.8, 0.9, 1.0], [0.3, 0.5, 0.5, 0.5, 0.5]
+    for rewards, says in ((rising, "reward 0.30 to 0.90, sampler within 2e-06"), (flat, Broken("does not rise"))):
         metrics.write_text("".join(json.dumps({"reward": each, "sampler_gap": 2e-6}) + "\n" for each in rewards))
-        if problem is None:
-            assert runs.rewards_rise(place) == "reward 0.30 to 0.90, sampler within 2e-06"
-            continue
-        with pytest.raises(Broken, match=problem):
-            runs.rewards_rise(place)
-
-
-def test_other_kernels_that_begin_elsewhere_or_end_elsewhere_fail(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
-    usual = [3.5, 3.0, 2.5]
-    monkeypatch.setattr(runs, "learned", learned_with({False: usual}))
-    for losses, problem in (([3.5, 3.0, 2.501], None), ([3.502, 3.0, 2.5], "bounds"), ([3.5, 3.0, 2.6], "bounds")):
-        monkeypatch.setattr(runs, "train", lambda *_, losses=losses, **__: SimpleNamespace(losses=losses))
-        if problem is None:
-            assert "all within 0.0004" in runs.same_with(place, changes={}, precision="fp32")
-            continue
-        with pytest.raises(Broken, match=problem):
-            runs.same_with(place, changes={}, precision="fp32")
-
-
-def test_a_single_process_that_sees_several_gpus_fails(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
-    two, started = replace(place, machine=TWO_GPUS), place.folder
-    started.mkdir()
-    folder = SimpleNamespace(path=started)
-    monkeypatch.setattr(several_processes, "learned", learned_with({True: [3.5, 3.0, 2.5]}))
-    for command, losses, is_right in (
-        ("CUDA_VISIBLE_DEVICES=GPU-0a python -m worker", [3.5, 3.0, 2.501], True),
-        ("python -m worker", [3.5, 3.0, 2.5], False),
-        ("CUDA_VISIBLE_DEVICES=GPU-0a,GPU-0b python -m worker", [3.5, 3.0, 2.5], False),
-        ("CUDA_VISIBLE_DEVICES=GPU-0a python -m worker", [3.5, 3.0, 2.6], False),
-    ):
-        (started / "launch.txt").write_text(command)
-        run = SimpleNamespace(folder=folder, losses=losses)
-        monkeypatch.setattr(several_processes, "train", lambda *_, run=run, **__: run)
-        if is_right:
-            assert "2 are visible, CUDA_VISIBLE_DEVICES=GPU-0a for the worker" in several_processes.one_of_several(two)
-            continue
-        with pytest.raises(Broken, match="2 are visible"):
-            several_processes.one_of_several(two)
+        run_row("run: rewards rise", place, says=says)
 
 
 def test_the_split_model_exceeds_one_card_and_fits_them_all():
@@ -257,12 +247,12 @@ def test_the_split_model_exceeds_one_card_and_fits_them_all():
         card = replace(CARD, total_bytes=gib * 2**30, free_bytes=gib * 2**30)
         machine = replace(CPU, gpus=(card,) * count, disk_free_bytes=disk)
         # weights, gradients and two moments in fp32: 16 bytes a parameter, of 7.62, 1.54 and 3.09 billions
-        assert several_processes.split_candidate(machine, count) == name
+        assert checks.choose_split_model(machine, count) == name
         with pytest.raises(NotPossible, match="disk"):
-            several_processes.split_candidate(replace(machine, disk_free_bytes=2**30), count)
+            checks.choose_split_model(replace(machine, disk_free_bytes=2**30), count)
     huge = replace(CARD, total_bytes=2**40, free_bytes=2**40)
     with pytest.raises(NotPossible, match="no shape"):
-        several_processes.split_candidate(replace(CPU, gpus=(huge, huge), disk_free_bytes=disk), 2)
+        checks.choose_split_model(replace(CPU, gpus=(huge, huge), disk_free_bytes=disk), 2)
 
 
 def test_losses_are_compared_step_by_step_and_one_that_is_not_finite_is_a_failure():
@@ -284,52 +274,49 @@ def test_weights_apart_is_the_norm_of_the_difference_over_the_norm(tmp_path: Pat
     assert kit.weights_apart(runs[0], runs[0]) == 0.0
 
 
+SUMMARY = {
+    "plan_mean_abs": 0.02, "plan_worst": 0.05, "speed_of_best_mean": 0.98, "speed_of_best_least": 0.95,
+    "out_of_memory": 0, "configs": 1,
+}  # fmt: skip
+OURS = {"tokens_per_s": 12_000.0, "mfu": 0.55, "gradient_checkpointing": False, "losses": [11.9]}
+SIZING, RSS, TRL = (
+    "memory: planned against held on five configs", "memory: planned against the resident set", "speed: 8B shape, LoRA"
+)  # fmt: skip
+
+
+def sizing(error: str | None = None, **changes: Any) -> dict[str, Any]:
+    return {"summary": {**SUMMARY, **changes}, "rows": [{"model": "m", "mode": "lora", "error": error}]}
+
+
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("row", "reports", "says"),
     [
-        ({}, None),
-        ({"plan_worst": -0.2}, "are the bounds"),
-        ({"speed_of_best_least": 0.5}, "are the bounds"),
-        ({"out_of_memory": 1}, "ran out of memory"),
-        ({"error": "it died"}, "it died"),
+        (SIZING, [sizing()], "off by 2.0%"),
+        (SIZING, [sizing(plan_worst=-0.2)], Broken("are the bounds")),
+        (SIZING, [sizing(speed_of_best_least=0.5)], Broken("are the bounds")),
+        (SIZING, [sizing(out_of_memory=1)], Broken("ran out of memory")),
+        (SIZING, [sizing(error="it died")], Broken("it died")),
+        (SIZING, [], Broken("was not written")),
+        (RSS, [], Broken("was not written")),
+        (TRL, [OURS, {**OURS, "tokens_per_s": 11e3}], "12,000 tokens/s, MFU 55.0%, 1.09 of plain TRL's 11,000"),
+        (TRL, [OURS, {**OURS, "tokens_per_s": 11e3}], "12,473 tokens/s published"),
+        (TRL, [OURS, {**OURS, "tokens_per_s": 13e3}], Broken(r"at least 0.95")),
+        (TRL, [OURS, {**OURS, "losses": [11.0]}], Broken("first losses differ")),
+        (TRL, [{"does_not_fit": "40.0 GiB are planned"}], NotPossible("the card is too small")),
     ],
 )
-def test_the_memory_row_fails_where_a_plan_or_a_batch_is_off(changes: dict[str, Any], problem: str | None):
-    summary = {
-        "plan_mean_abs": 0.02, "plan_worst": 0.05, "speed_of_best_mean": 0.98, "speed_of_best_least": 0.95,
-        "out_of_memory": 0, "configs": 1,
-    }  # fmt: skip
-    report = {
-        "summary": {**summary, **changes},
-        "rows": [{"model": "m", "mode": "lora", "error": changes.get("error")}],
-    }
-    if problem is None:
-        assert "off by 2.0%" in memory.judge(report)
-        return
-    with pytest.raises(Broken, match=problem):
-        memory.judge(report)
-
-
-def test_the_speed_row_fails_where_trl_is_faster_or_trained_on_something_else(place: CheckContext):
-    ours = {"tokens_per_s": 12_000.0, "mfu": 0.55, "gradient_checkpointing": False, "losses": [11.9]}
-    told = speed.judge(ours, {**ours, "tokens_per_s": 11_000.0}, published=speed.PUBLISHED)
-    assert told.startswith("12,000 tokens/s, MFU 55.0%, 1.09 of plain TRL's 11,000")
-    assert "12,473" in told
-    with pytest.raises(Broken, match=r"at least 0.95"):
-        speed.judge(ours, {**ours, "tokens_per_s": 13_000.0}, published="")
-    with pytest.raises(Broken, match="first losses differ"):
-        speed.judge(ours, {**ours, "losses": [11.0]}, published="")
-
-
-def test_a_card_that_is_too_small_for_a_shape_is_not_a_failure(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
-    place.folder.mkdir()
+def test_a_measurement_has_bounds_and_one_that_leaves_no_file_is_a_failure_and_nothing_else(
+    row: str, reports: list[Any], says: str | Exception, place: CheckContext, monkeypatch: pytest.MonkeyPatch
+):
+    left = iter(reports)
 
     def script(name: str, *words: str) -> None:
-        Path(words[words.index("--out") + 1]).write_text('{"does_not_fit": "40.0 GiB are planned"}')
+        out = Path(words[words.index("--json" if "--json" in words else "--out") + 1])
+        if report := next(left, None):
+            (out / "gpu_sizing.json" if out.is_dir() else out).write_text(json.dumps(report))
 
-    monkeypatch.setattr(speed, "run_script", script)
-    with pytest.raises(NotPossible, match="the card is too small"):
-        speed.measure(place, case="llama-8b-lora", who="ours")
+    monkeypatch.setattr(checks, "run_script", script)
+    run_row(row, place, says=says)
 
 
 def test_a_kit_that_was_installed_without_benchmarks_says_so():
@@ -339,13 +326,13 @@ def test_a_kit_that_was_installed_without_benchmarks_says_so():
 
 def test_memory_of_a_gpu_that_is_not_free_again_is_told(monkeypatch: pytest.MonkeyPatch):
     used = replace(ONE_GPU, gpus=(replace(CARD, used_bytes=3 * 2**30),))
-    monkeypatch.setattr(recovery, "probe", lambda: used)
-    monkeypatch.setattr(recovery, "FREE_AGAIN_S", 0.0)
-    assert recovery.await_free(3 * 2**30) == "; the GPU's memory is free again"
+    monkeypatch.setattr(checks, "probe", lambda: used)
+    monkeypatch.setattr(checks, "FREE_AGAIN_S", 0.0)
+    assert checks.await_free(3 * 2**30) == "; the GPU's memory is free again"
     with pytest.raises(Broken, match=r"2.00 GiB of GPU memory are not free"):
-        recovery.await_free(2**30)
-    monkeypatch.setattr(recovery, "probe", lambda: CPU)
-    assert recovery.await_free(0) == ""
+        checks.await_free(2**30)
+    monkeypatch.setattr(checks, "probe", lambda: CPU)
+    assert checks.await_free(0) == ""
 
 
 def test_the_cap_leaves_room_for_half_a_micro_batch_and_not_for_a_whole_one(monkeypatch: pytest.MonkeyPatch):
@@ -363,15 +350,6 @@ def test_the_cap_leaves_room_for_half_a_micro_batch_and_not_for_a_whole_one(monk
 
 
 def test_as_many_processes_as_gpus_but_a_power_of_two_that_divides_a_step():
-    counts = {n: several_processes.processes(replace(CPU, gpus=(CARD,) * n)) for n in (1, 2, 3, 6, 8, 40)}
+    counts = {n: checks.count_processes(replace(CPU, gpus=(CARD,) * n)) for n in (1, 2, 3, 6, 8, 40)}
     assert counts == {1: 1, 2: 2, 3: 2, 6: 4, 8: 8, 40: 16}
     assert all(16 % n == 0 for n in counts.values())
-
-
-def test_a_measurement_that_leaves_no_file_is_a_failure_and_nothing_else(
-    place: CheckContext, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(memory, "run_script", lambda *_: None)
-    for check in (memory.compare_plan, memory.compare_plan_on_cpu):
-        with pytest.raises(Broken, match="was not written"):
-            check(place)

@@ -14,8 +14,8 @@ from out_of_memory import hooked
 
 from benchmarks import gpu_speed
 from sftplay.machine.probe import probe
-from sftplay.runs.gpu_check import check, recovery, runs, several_processes, speed
-from sftplay.runs.gpu_check.check import CheckContext
+from sftplay.runs.gpu_check import check, checks
+from sftplay.runs.gpu_check.check import Broken, CheckContext
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,26 +50,26 @@ def test_memory_that_runs_out_in_a_step_leaves_the_same_weights(
 ):
     """The stand-in raises torch's own error where a capped GPU would."""
     monkeypatch.setattr(
-        recovery, "LARGE", {"train.effective_batch_size": 32, "train.batch_size": 32, "train.max_steps": 3}
+        checks, "LARGE", {"train.effective_batch_size": 32, "train.batch_size": 32, "train.max_steps": 3}
     )
     planted = hooked(place.folder, [(0, 2, 1, "backward")])["env"]
-    monkeypatch.setattr(recovery, "environment", lambda *_, **__: planted)
-    assert recovery.out_of_memory(place).startswith("32 rows at a time, then 16; weights within")
+    monkeypatch.setattr(checks, "environment", lambda *_, **__: planted)
+    assert checks.out_of_memory(place).startswith("32 rows at a time, then 16; weights within")
     (event,) = place.details["events"]
     assert event["step"] == 2
 
 
 def test_the_cap_is_planted_in_the_worker_and_nowhere_else(place: CheckContext, builtin_tiny: Path):
     """Without a GPU the cap itself fails there: the run ends with that error, at the step that was asked for."""
-    run = check.write_run(place.folder, "capped", values={**recovery.SAVED, "train.save_steps": 1})
-    code = check.start("train", run, env=recovery.environment(place.folder, "cap", step=2)).wait()
-    assert code != 0
+    run = check.write_run(place.folder, "capped", values={**checks.SAVED, "train.save_steps": 1})
+    with pytest.raises(Broken):
+        check.call("train", run, env=checks.environment(place.folder, "cap", step=2))
     assert run.status["step"] == 1
     assert "cap_memory" in (run.folder.logs / "rank0.log").read_text()
 
 
 def test_ddp_and_fsdp2_on_one_process_have_the_plain_gradient(place: CheckContext):
-    assert several_processes.wrapped_alone(place).endswith("over gloo")
+    assert checks.wrapped_alone(place).endswith("over gloo")
 
 
 @pytest.mark.parametrize("case", ["tiny-lora", "tiny-qlora"])
@@ -92,21 +92,21 @@ def test_a_shape_that_no_memory_holds_is_told_and_not_built(tmp_path: Path):
 
 
 def test_a_model_with_grouped_heads_has_the_losses_of_eager_attention(place: CheckContext):
-    assert "the first loss within" in runs.grouped_heads(place, precision="fp32")
+    assert "the first loss within" in checks.grouped_heads(place, precision="fp32")
 
 
 def test_held_out_rows_are_measured_before_full_tuning(place: CheckContext, builtin_tiny: Path):
-    assert "before" in runs.measured_before(place)
+    assert "before" in checks.measured_before(place)
 
 
 def test_padded_and_packed_rows_have_their_speeds(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(speed, "SHAPE", "tiny")
-    assert "packed, of the shape tiny" in speed.compare_packing(place)
+    monkeypatch.setattr(checks, "SHAPE", "tiny")
+    assert "packed, of the shape tiny" in checks.compare_packing(place)
     assert len(place.details["padded"]) == len(place.details["packed"]) == check.STEPS
 
 
 def test_a_split_model_takes_steps(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks" / "cpu_fsdp"))  # accelerate has FSDP for GPUs only
-    monkeypatch.setattr(several_processes, "split_candidate", lambda *_: "tiny")
-    monkeypatch.setattr(several_processes, "processes", lambda _: 2)
-    assert several_processes.larger_than_one(place).startswith("tiny on 2 GPUs; losses ")
+    monkeypatch.setattr(checks, "choose_split_model", lambda *_: "tiny")
+    monkeypatch.setattr(checks, "count_processes", lambda _: 2)
+    assert checks.larger_than_one(place).startswith("tiny on 2 GPUs; losses ")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,15 @@ from sftplay.machine.probe import Machine
 from sftplay.places import ROOT, shipped
 from sftplay.signals import popen_tied
 
-NEEDS_GPU = "needs a CUDA GPU"
+STEPS = 12
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+Values = dict[str, Any]
+"""Config values by dotted key."""
+
+PLAIN: Values = {"train.precision": "fp32", "model.attn": "sdpa", "train.packing": False}
+"""The run that others are compared with."""
 
 
 class NotPossible(Exception):
@@ -54,12 +61,13 @@ class CheckContext:
         return 1e-3 if self.has_gpu else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """A row of the table. `run` returns its figure, and raises `Broken`, `NotPossible` or any other error."""
 
     name: str
     run: Callable[[CheckContext], str]
+    _: KW_ONLY
     needs: Callable[[Machine], str] = lambda _: ""
     """Why this machine cannot show it; empty where it can. It is asked before a process is started."""
 
@@ -71,23 +79,11 @@ class Check:
     """True for what FAST=1 leaves out."""
 
 
-def a_gpu(machine: Machine) -> str:
-    """`needs` of a check that cannot do without a GPU."""
-    return "" if machine.gpus else NEEDS_GPU
-
-
-def several_gpus(machine: Machine) -> str:
-    """`needs` of a check that takes at least two GPUs."""
-    return "" if len(machine.gpus) > 1 else "needs two CUDA GPUs"
-
-
-STEPS = 12
-
-
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-
-Values = dict[str, Any]
-"""Config values by dotted key."""
+def expect(holds: bool, figure: str, *, bound: str = "") -> str:
+    """Return the figure of a row. Where it does not hold, raise Broken with it and the words about its bound."""
+    if not holds:
+        raise Broken(figure + bound)
+    return figure
 
 
 @dataclass(frozen=True)
@@ -149,16 +145,12 @@ def write_run(folder: Path, name: str, *, values: Values | None = None) -> Run:
     return Run(config, RunFolder(folder / "outputs" / name))
 
 
-def start(verb: str, run: Run | None, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start a verb, on a run's config where one is given. Its lines go to this check's output."""
-    config = ["--config", str(run.config)] if run else []
-    argv = [sys.executable, "-m", "sftplay", verb, *config, *words]
-    return popen_tied(argv, output=sys.stdout.fileno(), env=env)
-
-
 def call(verb: str, run: Run | None, *words: str, env: dict[str, str] | None = None, expects: int = 0) -> None:
-    """Run a verb to its end, and raise Broken where its exit code is not the expected one."""
-    code = start(verb, run, *words, env=env).wait()
+    """Run a verb to its end, on a run's config where one is given. Its lines go to this check's output.
+    Raise Broken where its exit code is not the expected one.
+    """
+    argv = [sys.executable, "-m", "sftplay", verb, *(["--config", str(run.config)] if run else []), *words]
+    code = popen_tied(argv, output=sys.stdout.fileno(), env=env).wait()
     if code != expects:
         error = (run.status.get("error") if run else None) or {}
         what = f": {error['what']}" if error.get("what") else ""
@@ -183,17 +175,12 @@ def shared_run(
     return run
 
 
-def learned(context: CheckContext, *, mode: str, precision: str, on_cpu: bool = False) -> Run:
+def learned(context: CheckContext, *, mode: str = "lora", precision: str = "fp32", on_cpu: bool = False) -> Run:
     """The shared run of this tuning mode and precision, on this machine's GPU where it has one, or on its CPU."""
-    values = {"tuning.mode": mode, "train.precision": precision, "model.attn": "sdpa", "train.packing": False}
+    values = {**PLAIN, "tuning.mode": mode, "train.precision": precision}
     if on_cpu and context.has_gpu:
         return shared_run(context, f"{mode}-{precision}-cpu", values=values, env=NO_GPU)
     return shared_run(context, f"{mode}-{precision}", values=values)
-
-
-def undisturbed(context: CheckContext) -> Run:
-    """The LoRA run in fp32 that other runs are compared with."""
-    return learned(context, mode="lora", precision="fp32")
 
 
 def weights_apart(one: Run, two: Run) -> float:

@@ -132,7 +132,6 @@ class Landlock(Executor):
         self._packages = bootstrap.package_folders(packages)
 
     def open(self, limits: Limits) -> Box:
-        """Open a box that stands. Raise Lost with `infra` where it did not start."""
         import sandlock
 
         top = self._folders()
@@ -195,9 +194,6 @@ class PlainProcess(Executor):
         self._site = os.pathsep.join({str(folder.parent): "" for folder in bootstrap.package_folders(packages)})
 
     def open(self, limits: Limits) -> Box:
-        """Start a process and wait until it is ready. It is ended with its session, and its folder is removed. Raise
-        Lost with `infra` where it did not start.
-        """
         with new_pipes() as (pipes, far, writing):
             folder = tempfile.mkdtemp(prefix="sftplay-unboxed-")
             process = subprocess.Popen(
@@ -245,19 +241,11 @@ class Bwrap(Executor):
             self._environment["LD_LIBRARY_PATH"] = PREFIX + libraries.removeprefix(prefix)
 
     def open(self, limits: Limits) -> Box:
-        """Open a box that stands. Raise Lost with `infra` where it did not start."""
         user = bootstrap.unused_user()
         with new_pipes() as (pipes, far, writing), open(os.memfd_create("filter"), "w+b") as code:
             code.write(self._filter)
             code.seek(0)
-            argv = [
-                self._program, *box_arguments(limits, self._packages, is_root=user != 0), "--seccomp",
-                str(code.fileno()), "--", *bootstrap.boot_command(inner_interpreter(), far.fileno()),
-            ]  # fmt: skip
-            process = subprocess.Popen(
-                argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing, cwd="/",
-                pass_fds=(far.fileno(), code.fileno()), start_new_session=True,
-            )  # fmt: skip
+            process = self._spawn(limits, far.fileno(), user=user, filter_fd=code.fileno(), output=writing)
 
         def kill() -> None:
             process.kill()
@@ -269,33 +257,32 @@ class Bwrap(Executor):
         box = Box(pipes, limits=limits, kill=kill, is_cut=is_cut)
         return start_box(box, bootstrap.first_message(bootstrap.make_hello(limits, folder=WORK, user=user)))
 
+    def _spawn(
+        self, limits: Limits, fd: int, *, user: int, filter_fd: int | None = None, output: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[bytes]:
+        """Start bubblewrap: namespaces, rights, and what the box sees of the file system; /proc only without a filter.
 
-def inner_interpreter() -> str:
-    """Find the interpreter's path inside the box."""
-    python = bootstrap.interpreter()
-    if bootstrap.is_part_of_system():
-        return str(python)
-    return f"{PREFIX}/{python.relative_to(Path(sys.base_prefix).resolve())}"
-
-
-def box_arguments(limits: Limits, packages: Sequence[Path], *, is_root: bool, has_proc: bool = False) -> list[str]:
-    """Return bubblewrap's arguments: namespaces, rights, and what the box sees of the file system.
-
-    A signal to a process group crosses namespaces: without a session of its own a program could end bubblewrap, where
-    both belong to one ordinary user.
-    """
-    rights = ["--cap-drop", "ALL"]
-    if is_root:
-        rights += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    else:
-        rights += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-    proc = ["--proc", "/proc"] if has_proc else []
-    shown = [word for path in packages for word in ("--ro-bind", str(path), f"{SITE}/{path.name}")]
-    return [
-        "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "box",
-        "--die-with-parent", "--new-session", *rights, *_file_system(), *proc, *shown,
-        "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", WORK, "--remount-ro", "/", "--chdir", WORK,
-    ]  # fmt: skip
+        A signal to a process group crosses namespaces: without a session of its own a program could end bubblewrap,
+        where both belong to one ordinary user.
+        """
+        python = str(bootstrap.interpreter())
+        if not bootstrap.is_part_of_system():
+            python = f"{PREFIX}/{Path(python).relative_to(Path(sys.base_prefix).resolve())}"
+        rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        if not user:
+            rights = ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+        argv = [
+            self._program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
+            "--hostname", "box", "--die-with-parent", "--new-session", "--cap-drop", "ALL", *rights, *_file_system(),
+            *(("--proc", "/proc") if filter_fd is None else ("--seccomp", str(filter_fd))),
+            *(word for path in self._packages for word in ("--ro-bind", str(path), f"{SITE}/{path.name}")),
+            "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", WORK, "--remount-ro", "/", "--chdir", WORK,
+            "--", *bootstrap.boot_command(python, fd),
+        ]  # fmt: skip
+        return subprocess.Popen(
+            argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/",
+            pass_fds=(fd,) if filter_fd is None else (fd, filter_fd), start_new_session=True,
+        )  # fmt: skip
 
 
 @cache
@@ -366,18 +353,11 @@ class WarmBwrap(Bwrap):
     def _start(self) -> socket.socket:
         orders, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         user = bootstrap.unused_user()
-        argv = [
-            self._program, *box_arguments(Limits(), self._packages, is_root=user != 0, has_proc=True), "--",
-            *bootstrap.boot_command(inner_interpreter(), far.fileno()),
-        ]  # fmt: skip
         self._orders = orders
         hello = bootstrap.make_hello(Limits(), folder=WORK, user=user)
         try:
             with far:
-                self._process = subprocess.Popen(
-                    argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL, cwd="/", pass_fds=(far.fileno(),), start_new_session=True,
-                )  # fmt: skip
+                self._process = self._spawn(Limits(), far.fileno(), user=user)
             orders.sendall(bootstrap.first_message(hello, program=server))
             if not is_ready(orders.fileno(), select.POLLIN, within_s=START_S) or orders.recv(16) != b"ready":
                 raise OSError("it did not start")
