@@ -172,7 +172,7 @@ def read_as_it_is(path: Path) -> tuple[str, str]:
     return path.read_text(encoding="utf-8"), ""
 
 
-OURS = ("pypdfium2", "openpyxl", "docutils", "ftfy", "py3langid")
+OURS = ("firecrawl-anydoc", "pypdfium2", "openpyxl", "docutils", "ftfy", "py3langid")
 LIBRARIES = [
     Library("ours (extra ingest)", OURS, (".txt", ".htm", ".html", ".md", ".rst", ".docx", ".pdf"), read_ours),
     Library("markitdown", ("markitdown",), (".txt", ".htm", ".html", ".md", ".docx", ".pdf"), read_markitdown),

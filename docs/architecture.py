@@ -183,7 +183,7 @@ PATHS = """## The path of a config value
 1. `data/ingest/walk.py` finds files; `data/ingest/children.py` has a child forked for each, within bounds.
 2. In the child `data/ingest/reading.py` cleans what `data/ingest/by_kind.py` has found, block by block, and
    writes it down.
-3. `data/ingest/finishing.py` makes rows with their pages of it, without the lines that stand everywhere.
+3. `data/ingest/cleaning.py` makes rows with their pages of it, without the lines that stand everywhere.
 4. `data/ingest/ingest.py` finds rows that repeat others and writes the rest.
 
 ## The path of an out-of-memory event
