@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO, cast
 
-from sftplay.data.layouts import detect_layout
 from sftplay.data.records import Refused, Source
 from sftplay.data.turns import BROKEN_JSON, decode_json, describe_json_error, describe_type
 from sftplay.errors import DataError
@@ -404,6 +403,8 @@ def _array_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
 
 def _object_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
     """Yield the rows of the one list in the object that begins here; the object itself where it is a row."""
+    from sftplay.data.layouts import detect_layout  # imports the config, which rows of text do without
+
     charset, names, lists = text.charset, [], []
     text.most = MOST_OF_OBJECT
     text.next_character()

@@ -169,28 +169,20 @@ def _add_table(table: Any, root: Any) -> None:
                     add_element(holder, "p").text = paragraph_text(paragraph)
 
 
-def add_element(parent: Any, tag: str, *, text: str | None = None, **attributes: str) -> Any:
-    """Append an element of HTML to its parent and return it; the text's line breaks become `br`."""
+def add_element(parent: Any, tag: str, **attributes: str) -> Any:
+    """Append an element of HTML to its parent and return it."""
     made = parent.makeelement(tag, attributes)
     parent.append(made)
-    first, *others = (text or "").split("\n")
-    made.text = first if text is not None else None
-    for line in others:
-        add_element(made, "br").tail = line
     return made
 
 
-def add_item(parent: Any, text: str, *, level: int, tag: str = "ul", name: str = "", start: int = 1) -> None:
-    """Add an item to the list at the end of the parent, at its level from 0, or begin a list with this tag and name."""
+def add_item(parent: Any, text: str, *, level: int) -> None:
+    """Add an item to the list at the end of the parent, at its level from 0, or begin a list."""
     holder = parent
     for depth in range(level + 1):
-        is_target = depth == level
         last: Any = holder[-1] if len(holder) else None
-        is_list = last is not None and last.tag in ("ul", "ol")
-        if not is_list or (is_target and (name, tag) != (last.get("name"), last.tag)):
-            last = add_element(holder, tag, name=name, start=str(start if is_target else 1))
-        holder = last
-        if is_target or len(last) == 0:  # where a level is left out, the item takes the deepest one there is
+        holder = last if last is not None and last.tag == "ul" else add_element(holder, "ul")
+        if depth == level or len(holder) == 0:  # where a level is left out, the item takes the deepest one there is
             break
-        holder = last[-1]
-    add_element(add_element(holder, "li"), "p", text=text)
+        holder = holder[-1]
+    add_element(add_element(holder, "li"), "p").text = text
