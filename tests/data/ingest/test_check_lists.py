@@ -17,7 +17,7 @@ from tests.conftest import SHARED_DATA
 
 DOCUMENTS = SHARED_DATA / "documents"
 CHECK_LISTS = json.loads(LISTS.read_text(encoding="utf-8"))
-NEEDS = {".pdf": "pypdfium2", ".rst": "docutils"}
+NEEDS = {".docx": "anydoc", ".pdf": "pypdfium2", ".rst": "docutils"}
 
 
 def lacking(name: str) -> str:

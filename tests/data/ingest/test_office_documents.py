@@ -10,6 +10,7 @@ from made_documents import paragraph, shape, write_docx, write_odf, write_pptx, 
 
 from sftplay.data.ingest.by_kind import extract
 
+pytestmark = pytest.mark.skipif(find_spec("anydoc") is None, reason="needs anydoc: make install EXTRAS=ingest")
 needs_openpyxl = pytest.mark.skipif(find_spec("openpyxl") is None, reason="needs openpyxl: make install EXTRAS=ingest")
 
 STYLES = (

@@ -132,11 +132,11 @@ DEEPEST = 20
 
 def read_word(path: Path, encoding: str) -> Extracted:
     """Return title and blocks; deleted and hidden text and tables of contents are left out."""
-    need("anydoc", kind="Word")
     with Archive(path) as archive:
         document = archive.tree("word/document.xml")
         if document is None or document.find(f"{W}body") is None:
             raise Unreadable("broken", "the archive holds no Word document")
+        need("anydoc", kind="Word")
         named, title = core_title(archive), _prepare_word(document, archive.tree("word/styles.xml"))
         parts = archive.read_xml_parts() | {"word/document.xml": _serialize(document)}
     blocks = list(_Converter(parts, "docx").read())
@@ -188,7 +188,6 @@ REMOVED = ("annotation", "annotation-end", "table-of-content", "notes", "alphabe
 
 def read_opendocument(path: Path, encoding: str) -> Extracted:
     """Return title and blocks; slides and sheets are pages."""
-    need("anydoc", kind="OpenDocument")
     with Archive(path) as archive:
         if b"encryption-data" in archive.read("META-INF/manifest.xml"):
             raise Unreadable("encrypted", "the document is locked by a password")
@@ -197,6 +196,7 @@ def read_opendocument(path: Path, encoding: str) -> Extracted:
     kind = OPENDOCUMENT.get(local(body[0]), "") if len(body) else ""
     if not kind:
         raise Unreadable("broken", "the archive holds no OpenDocument")
+    need("anydoc", kind="OpenDocument")
     named = next((node.text or "" for node in meta.iter() if local(node) == "title"), "") if meta is not None else ""
     title = _prepare_opendocument(content)
     pages = [child for child in body[0] if local(child) in ("page", "table")] if kind != "odt" else [None]
