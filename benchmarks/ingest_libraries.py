@@ -88,6 +88,13 @@ def read_markitdown(path: Path) -> tuple[str, str]:
     return found.markdown, found.title or ""
 
 
+def read_kreuzberg(path: Path) -> tuple[str, str]:
+    from kreuzberg import ExtractionConfig, extract_file_sync
+
+    found = extract_file_sync(str(path), config=ExtractionConfig(output_format="markdown"))
+    return found.content, ""
+
+
 DOCLING = {
     ".docx": ("msword_backend", "MsWordDocumentBackend", "docx"),
     ".html": ("html_backend", "HTMLDocumentBackend", "html"),
@@ -115,40 +122,11 @@ def read_mammoth(path: Path) -> tuple[str, str]:
         return markdownify(mammoth.convert_to_html(stream).value, heading_style="ATX"), ""
 
 
-def read_markdownify(path: Path) -> tuple[str, str]:
-    from markdownify import markdownify
-
-    return markdownify(path.read_text(encoding="utf-8"), heading_style="ATX"), ""
-
-
-def read_python_docx(path: Path) -> tuple[str, str]:
-    import docx
-
-    document = docx.Document(str(path))
-    rows = ["| " + " | ".join(cell.text for cell in row.cells) + " |" for t in document.tables for row in t.rows]
-    return "\n\n".join([*(paragraph.text for paragraph in document.paragraphs), *rows]), document.core_properties.title
-
-
 def read_trafilatura(path: Path) -> tuple[str, str]:
     import trafilatura
 
     page = path.read_text(encoding="utf-8")
     return trafilatura.extract(page, output_format="markdown", include_formatting=True, include_tables=True) or "", ""
-
-
-def read_pypdf(path: Path) -> tuple[str, str]:
-    import pypdf
-
-    reader = pypdf.PdfReader(path)
-    return "\n\n".join(page.extract_text() for page in reader.pages), (reader.metadata or {}).get("/Title", "")
-
-
-def read_pdfplumber(path: Path) -> tuple[str, str]:
-    import pdfplumber
-
-    with pdfplumber.open(path) as document:
-        text = "\n\n".join(page.extract_text() or "" for page in document.pages)
-        return text, str(document.metadata.get("Title", ""))
 
 
 def read_pypdfium2(path: Path) -> tuple[str, str]:
@@ -159,32 +137,19 @@ def read_pypdfium2(path: Path) -> tuple[str, str]:
     return text, document.get_metadata_value("Title")
 
 
-def read_docutils(path: Path) -> tuple[str, str]:
-    from docutils.core import publish_string
-    from markdownify import markdownify
-
-    settings = {"report_level": 5, "syntax_highlight": "none", "embed_stylesheet": False}
-    page = publish_string(path.read_text(encoding="utf-8"), writer="html5", settings_overrides=settings)
-    return markdownify(page.decode(), heading_style="ATX"), ""
-
-
 def read_as_it_is(path: Path) -> tuple[str, str]:
     return path.read_text(encoding="utf-8"), ""
 
 
-OURS = ("pypdfium2", "openpyxl", "docutils", "ftfy", "py3langid")
+OURS = ("firecrawl-anydoc", "pypdfium2", "openpyxl", "docutils", "ftfy", "py3langid")
 LIBRARIES = [
     Library("ours (extra ingest)", OURS, (".txt", ".htm", ".html", ".md", ".rst", ".docx", ".pdf"), read_ours),
     Library("markitdown", ("markitdown",), (".txt", ".htm", ".html", ".md", ".docx", ".pdf"), read_markitdown),
+    Library("kreuzberg", ("kreuzberg",), (".txt", ".htm", ".html", ".md", ".rst", ".docx", ".pdf"), read_kreuzberg),
     Library("docling-slim", ("docling-slim",), (".htm", ".html", ".md", ".docx"), read_docling),
     Library("mammoth + markdownify", ("mammoth", "markdownify"), (".docx",), read_mammoth),
-    Library("python-docx", ("python-docx",), (".docx",), read_python_docx),
     Library("trafilatura", ("trafilatura",), (".htm", ".html"), read_trafilatura),
-    Library("markdownify", ("markdownify",), (".htm", ".html"), read_markdownify),
     Library("pypdfium2's own text", ("pypdfium2",), (".pdf",), read_pypdfium2),
-    Library("pypdf", ("pypdf",), (".pdf",), read_pypdf),
-    Library("pdfplumber", ("pdfplumber",), (".pdf",), read_pdfplumber),
-    Library("docutils + markdownify", ("docutils", "markdownify"), (".rst",), read_docutils),
     Library("the file as it is", (), (".txt", ".md", ".rst"), read_as_it_is),
 ]
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from sftplay.data.files import BOM, LONGEST, TOO_LONG, Charset
-from sftplay.data.layouts import detect_layout
 from sftplay.data.records import Refused, Source
 from sftplay.data.row_fields import BROKEN_JSON
 from sftplay.errors import DataError
@@ -143,6 +142,8 @@ def _array_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
 
 def _object_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
     """Yield the rows of the one list in the object that begins here; the object itself where it is a row."""
+    from sftplay.data.layouts import detect_layout  # imports the config, which rows of text do without
+
     charset, names, lists = text.charset, [], []
     text.most = MOST_OF_OBJECT
     text.next_character()

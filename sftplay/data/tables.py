@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sftplay.data.files import BOM, LONGEST, Charset, JsonRow, find_suffix
-from sftplay.data.layouts import detect_layout
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
@@ -149,6 +148,8 @@ def _records(reader: Any, lines: _Lines) -> Iterator[tuple[int, list[str] | Refu
 
 def _find_delimiter(header: str, named: str, *, file: Path) -> str:
     """The one that is named; else that with which the header has a known layout; else that of the most columns."""
+    from sftplay.data.layouts import detect_layout  # imports the config, which rows of text do without
+
     if named != "auto":
         try:
             csv.reader([], delimiter=named)

@@ -35,10 +35,10 @@ READERS = {
     "rst": ("markup", "read_restructured"),
     "eml": ("markup", "read_mail"),
     "html": ("markup", "read_page"),
-    "docx": ("word", "read_word"),
+    "docx": ("office", "read_word"),
     "pptx": ("slides", "read_slides"),
     "xlsx": ("slides", "read_sheets"),
-    "odf": ("slides", "read_opendocument"),
+    "odf": ("office", "read_opendocument"),
     "pdf": ("pdf", "read_pdf"),
 }
 """Kind -> the module below `extract` and its function; it is imported when a file of the kind is read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import time
@@ -20,9 +21,8 @@ from numpy.typing import NDArray
 
 from sftplay import log
 from sftplay.atomic import read_object, whole_file, write_text
-from sftplay.data.cache import fingerprint
 from sftplay.data.ingest.children import NO_ROOM_CODE, ChildEnd, ChildPool, ChildTask
-from sftplay.data.ingest.cleaning import repeated
+from sftplay.data.ingest.cleaning import COLUMNS, EXAMPLES, format_example, repeated
 from sftplay.data.ingest.duplicates import (
     PERMUTATIONS,
     DuplicatePair,
@@ -33,7 +33,6 @@ from sftplay.data.ingest.duplicates import (
     find_first_equal,
     find_near,
 )
-from sftplay.data.ingest.finishing import COLUMNS, EXAMPLES, format_example
 from sftplay.data.ingest.reading import is_streamed, shard_path
 from sftplay.data.ingest.walk import (
     ERRORS,
@@ -49,7 +48,7 @@ from sftplay.data.ingest.walk import (
 )
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, error_from_json
 
-READ, FINISH = "sftplay.data.ingest.reading", "sftplay.data.ingest.finishing"
+READ, FINISH = "sftplay.data.ingest.reading", "sftplay.data.ingest.cleaning"
 
 CHUNK_BYTES, CHUNK_SHARDS = 16 << 20, 500
 """Shards that are finished together."""
@@ -400,7 +399,8 @@ def ingest(
             what += f", only {len(found):,} other files or folders, such as {shown(found[0].name)!r}"
         raise DataError(what, where=str(source), fix="name a folder of documents with IN=")
     files = [[entry.name, entry.size, entry.mtime_ns, entry.reason] for entry in found]
-    mark = fingerprint({"files": files, "settings": settings.all_options(), "tokenizer": settings.tokenizer})
+    made_of = {"files": files, "settings": settings.all_options(), "tokenizer": settings.tokenizer}
+    mark = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
     if (out.exists() or out.is_symlink()) and not replaces:
         old = read_object(as_json)
         if old.get("mark") == mark and old.get("out_bytes") == out.stat().st_size:

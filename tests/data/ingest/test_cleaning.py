@@ -7,9 +7,17 @@ from importlib.util import find_spec
 
 import pytest
 
-from sftplay.data.ingest.cleaning import SUSPECT, TextCleaner, line_keys, repeated, without_lines, write_keys
+from sftplay.data.ingest.cleaning import (
+    SURE,
+    SUSPECT,
+    TextCleaner,
+    detect_language,
+    line_keys,
+    repeated,
+    without_lines,
+    write_keys,
+)
 from sftplay.data.ingest.extract.document import Block
-from sftplay.data.ingest.finishing import SURE, detect_language
 from sftplay.data.ingest.walk import CLEANING
 
 WITHOUT_FTFY = [step for step in CLEANING if step != "encoding"]

@@ -22,7 +22,7 @@ from processes import HANG_S, is_alive, wait_until
 from sftplay.cli import main
 from sftplay.data.ingest import reading
 from sftplay.data.ingest.children import NO_ROOM_CODE, ChildEnd
-from sftplay.data.ingest.finishing import joined, split_sections
+from sftplay.data.ingest.cleaning import joined, split_sections
 from sftplay.data.layouts import to_record
 from sftplay.data.read import read_rows
 from sftplay.data.row_outcomes import unused_columns

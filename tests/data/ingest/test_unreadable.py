@@ -110,6 +110,7 @@ def test_a_directory_that_lies_about_a_size_does_not_make_more_be_unpacked(tmp_p
 
 
 def test_pictures_of_any_claimed_size_are_never_unpacked(tmp_path):
+    pytest.importorskip("anydoc", reason="needs anydoc: make install EXTRAS=ingest")
     path = write_docx(tmp_path / "a.docx", paragraph("text"))
     with (
         zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
@@ -142,6 +143,7 @@ def test_entities_are_refused_or_stay_unread_and_no_file_is_fetched(tmp_path):
 
 
 def test_nesting_without_end_ends_in_text_or_a_reason_and_never_in_a_crash(tmp_path):
+    pytest.importorskip("anydoc", reason="needs anydoc: make install EXTRAS=ingest")
     (tmp_path / "a.html").write_text("<html><body>" + "<div><ul><li>" * 30_000 + "deep" + "</li></ul></div>" * 30_000)
     (tmp_path / "b.html").write_text("<html><body>" + "<table><tr><td>cell" * 3_000)
     (tmp_path / "c.md").write_text(

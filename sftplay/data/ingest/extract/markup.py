@@ -107,7 +107,7 @@ def _build_grid(cells_by_row: list[list[Any]]) -> list[list[str]]:
         line: list[str] = []
         for cell in cells:
             _fill(line, hanging)
-            text = _cell_text(cell)
+            text = to_cell(find_blocks(cell))
             rows, columns = _span(cell, "rowspan", most=MOST_ROWS_SPANNED), _span(cell, "colspan", most=MOST_COLUMNS)
             for place in range(columns):
                 shown = "" if place else text
@@ -193,7 +193,7 @@ def _add(element: Any, out: list[Block]) -> None:
         _add_definitions(element, out)
     elif tag == "blockquote":
         inner = find_blocks(element)
-        out += [block if block.level else Block(_prefix(block.text, "> ", others="> ")) for block in inner]
+        out += [block if block.level else Block(indent(block.text, "> ", others="> ")) for block in inner]
     else:
         _walk(element, out)
 
@@ -212,19 +212,20 @@ def _list_text(element: Any) -> str:
     for item in element:
         if item.tag in LISTS:  # not allowed, but frequent: a list directly in a list belongs to the item before
             inner = _list_text(item)
-            lines += [_prefix(inner, "  ", others="  ")] if inner else []
+            lines += [indent(inner, "  ", others="  ")] if inner else []
         elif isinstance(item.tag, str) and item.tag not in DROPPED:
             # A list follows its paragraph directly, all else after an empty line.
             blocks = find_blocks(item)
             inner = "".join(("\n" if block.kind == "list" else "\n\n") + block.text for block in blocks).lstrip("\n")
             if inner:
                 marker = f"{number}. " if element.tag == "ol" else "- "
-                lines.append(_prefix(inner, marker, others=" " * len(marker)))
+                lines.append(indent(inner, marker, others=" " * len(marker)))
                 number += 1
     return "\n".join(lines)
 
 
-def _prefix(text: str, first: str, *, others: str) -> str:
+def indent(text: str, first: str, *, others: str) -> str:
+    """Return the text with one prefix before its first line and another before the others."""
     lines = text.split("\n")
     return "\n".join([first + lines[0], *((others + line).rstrip() for line in lines[1:])])
 
@@ -267,10 +268,10 @@ def _add_table(element: Any, out: list[Block]) -> None:
         out.append(Block(text, "table"))
 
 
-def _cell_text(cell: Any) -> str:
-    """Return a cell in one line: its blocks in order, items of lists and rows of inner tables divided by `;`."""
+def to_cell(blocks: list[Block]) -> str:
+    """Return blocks in one line: items of lists and rows of inner tables are divided by `;`."""
     parts = []
-    for block in find_blocks(cell):
+    for block in blocks:
         lines = block.text.split("\n")
         if block.kind == "table":
             rows = [line.strip("| ").replace(" | ", ", ") for line in [lines[0], *lines[2:]]]
@@ -301,8 +302,13 @@ def _add_pre(element: Any, out: list[Block]) -> None:
     named = LANGUAGE.search(classes) or LANGUAGE.search(above)
     language = named[1] or named[2] if named else ""
     language = "" if language in ("default", "text", "none", "plaintext", "notranslate") else language
+    out.append(to_fence(text, language))
+
+
+def to_fence(text: str, language: str) -> Block:
+    """Return code in a fence that is longer than every one in it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
-    out.append(Block(f"{fence}{language}\n{text}\n{fence}", "code"))
+    return Block(f"{fence}{language}\n{text}\n{fence}", "code")
 
 
 MOST_PAGE_BYTES = 32 << 20
