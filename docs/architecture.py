@@ -1,4 +1,4 @@
-"""Writes docs/architecture.md and README's picture from the code: floors, folders, modules, who imports whom.
+"""Write docs/architecture.md and README's picture from the code: floors, folders, modules, who imports whom.
 
 `make architecture` runs it; tests/test_structure.py holds the floors and the page by the same tables.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -126,88 +127,85 @@ def picture() -> str:
 
 
 def listing() -> str:
-    """Each folder in one line, and below it each of its modules in one line."""
+    """Each folder in a sentence, with its modules; a floor stands where the folder has several."""
     parts: list[str] = []
-    folders = sorted({path.parent for path in MODULES.values()})
-    for folder in folders:
+    for folder in sorted({path.parent for path in MODULES.values()}):
         package = ".".join(folder.relative_to(ROOT).parts)
-        parts.append(f"\n**`{folder.relative_to(ROOT)}/`** {first_sentence(package)}\n")
-        for module, path in MODULES.items():
-            if path.parent == folder and path.name != "__init__.py":
-                parts.append(f"- `{path.name}` ({floor_of(module)}) {first_sentence(module)}")
+        modules = [name for name, path in MODULES.items() if path.parent == folder and path.name != "__init__.py"]
+        floors = sorted({floor_of(name) for name in modules or [package]})
+        shown = [f"`{MODULES[name].stem}`" + (f" ({floor_of(name)})" if len(floors) > 1 else "") for name in modules]
+        about = f"**`{folder.relative_to(ROOT)}/`** ({', '.join(map(str, floors))}) {first_sentence(package)}"
+        text = f"{about} Modules: {', '.join(shown)}." if shown else about
+        parts.append(textwrap.fill(text, 130, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(parts)
 
 
 INTRODUCTION = """<!-- Written by `make architecture`, held by a test: change docs/architecture.py or docstrings. -->
 # Architecture
 
-Ten floors. A module imports only from lower floors, or from its own top folder as long as neither modules nor folders
-import each other in a circle. The figure behind a module's name is its floor.
-
-| floor | what stands there |
-| --- | --- |
-{floors}
+Ten floors, from what needs nothing (0) to the command line (9). A module imports only from lower floors, or from its
+own top folder as long as neither modules nor folders import each other in a circle.
 """
 
 PATHS = """## The path of a config value
 
-1. `commands/train.py` calls `config/load.py`. `config/layers.py` reads the file, and lays includes and
-   command line over each other. Every value remembers where it was written.
-2. `config/run.py` types it, with the sections in `config/data.py`, `config/train.py`, `config/cluster.py`,
-   `config/rewards.py`, and of each task in its module `section`; `config/problems.py` says what is refused. A section's
-   rules stand in its file, those of several sections in `config/rules.py`.
-3. `plan/sizing.py` replaces every `auto` by a number or a name, with its reason.
-4. `config/resolved.py` writes all of it into the run folder with the origin of each value. Every rank reads that
-   file.
+1. `commands/train.py` calls `config/load.py`. `config/layers.py` lays file, includes and command line over each other,
+   and remembers where every value was written.
+2. `config/run.py` types it, with `config/data.py`, `config/train.py`, `config/cluster.py`, `config/rewards.py` and the
+   module `section` of each task. `config/rules.py` has rules of several sections, `config/problems.py` shows problems.
+3. `plan/sizing.py` replaces every `auto` by a value with its reason.
+4. `config/resolved.py` writes all of it into the run folder with origins. Every rank reads that file.
 
 ## The path of a task
 
 1. `tasks/__init__.py` is the table: `cfg.task` is the row of the config's task, with the facts that the trunk asks.
-2. `config/section.py` finds the task's rules in its module `spec`, `plan/task_sizing.py` and
-   `plan/report.py` what it answers to the plan in its module `plan`. Without such a module the
-   answers are those of sft.
+2. `config/section.py` finds the task's rules in its module `spec`; `plan/task_sizing.py` and `plan/report.py` find its
+   answers in its module `plan`, else take those of sft.
 3. In each process `tasks/worker.py` finds the module `task`, and `train/run_task.py` calls its functions in order.
 
 ## The path of a row
 
 1. `data/read.py` finds files and yields raw rows with their place.
 2. `data/layouts.py` turns a row into a canonical record of `data/records.py`, or says why it cannot.
-3. `data/render/render.py` verifies the masks of the chat template and renders it;
-   `data/render/labels.py` makes token ids and labels of it.
+3. `data/render/render.py` verifies the masks of the chat template and renders it; `data/render/labels.py` makes token
+   ids and labels.
 4. `data/tokenize.py` does this in worker processes, counts every record and keeps the rows on disk.
 5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
 6. `train/exact_batch.py` gets a rank's rows of one optimizer step, `train/micro_batches.py` cuts them.
 
 ## The path of a document
 
-1. `data/ingest/walk.py` finds files; `data/ingest/children.py` has a child forked for each, within bounds.
-2. In the child `data/ingest/reading.py` cleans what `data/ingest/by_kind.py` has found, block by block, and
-   writes it down.
-3. `data/ingest/finishing.py` makes rows with their pages of it, without the lines that stand everywhere.
-4. `data/ingest/ingest.py` finds rows that repeat others and writes the rest.
+1. `data/ingest/walk.py` finds files; `data/ingest/children.py` forks a bounded child for each.
+2. The child cleans what `data/ingest/by_kind.py` has found, block by block (`data/ingest/reading.py`).
+3. `data/ingest/finishing.py` makes rows with their pages; `data/ingest/ingest.py` finds repeated ones, writes the rest.
 
 ## The path of an out-of-memory event
 
-1. `train/exact_batch.py` catches it in a micro-batch; all ranks agree by `model/out_of_memory.py`.
-2. `train/exact_batch.py` runs the same rows again in smaller micro-batches and writes an event.
-3. Where a step cannot be run again, the run ends with code 3 and the size to go on with. `runs/start.py` starts it
-   again from its last checkpoint.
+1. `train/exact_batch.py` catches it in a micro-batch. All ranks agree by `model/out_of_memory.py`, run the same rows in
+   smaller micro-batches and write an event.
+2. Where a step cannot be run again, the run ends with 3, and `runs/start.py` starts it from its last checkpoint.
 
 ## The path of a stop signal
 
 1. The parent (`launch/follow.py`) passes it to the ranks by their process ids.
-2. Before the first step `signals.py` ends the rank at once. Behind it `train/guards.py` notes it, and all ranks agree
-   at a step's edge.
+2. Before the first step `signals.py` ends the rank. Later `train/guards.py` notes it, and all ranks agree at an edge.
 3. The Trainer saves; `train/checkpointing.py` seals the checkpoint by `launch/checkpoints.py`.
-4. `tasks/worker.py` writes the state and the code into `status.json`. The parent returns that code.
+4. `tasks/worker.py` writes state and code into `status.json`. The parent returns that code.
+
+## How far a reader walks
+
+`python benchmarks/walks.py` counts the files whose functions run in what a user asks for; `--list` names them. On
+2026-11-25: SFT to the end of the first optimizer step 127, a row to labels 23, a GRPO reward to the gradient 20, a
+two-turn episode 30, a plan of QLoRA 42, a page of PDF 26.
+"""
+
+FOLDERS = """Floors stand in brackets. The first line of a module says what it is: `head -1 sftplay/data/*.py`.
 """
 
 
 def page() -> str:
     """The whole text of docs/architecture.md."""
-    rows = "\n".join(f"| {floor} | {', '.join(names)} |" for floor, names in FLOORS.items())
-    introduction = INTRODUCTION.format(floors=rows)
-    return f"{introduction}\n{picture()}\n\n{PATHS}\n## Folders and modules\n{listing()}\n"
+    return f"{INTRODUCTION}\n{picture()}\n\n{PATHS}\n## Folders and modules\n\n{FOLDERS}\n{listing()}\n"
 
 
 def readme() -> str:

@@ -17,9 +17,9 @@ from small_run import Inputs
 
 from sftplay.config.keys import differences, values_that_decide_weights
 from sftplay.errors import ConfigError
-from sftplay.plan.devices import resolve_layout
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.losses import EpisodeRewards, choose_kl_coefficients, compute_advantages, find_stage
+from sftplay.tasks.score.placement import resolve_layout
 from sftplay.tasks.score.role_models import SeparateValue, ValueHead
 from sftplay.tasks.score.rollout_batch import MinibatchSchedule
 from sftplay.tasks.score.section import ScoreConfig

@@ -11,7 +11,7 @@ from sftplay import log
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError, RunError, nearest_names
 from sftplay.machine.probe import probe
-from sftplay.plan.decisions import nominal_link
+from sftplay.plan.communication import nominal_link
 from sftplay.runs.comm_check import (
     LIMIT_S,
     NODES_LIMIT_S,

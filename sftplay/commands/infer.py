@@ -134,7 +134,7 @@ def _answer_file(
     """Answer the rest of the rows. Before the first one the lengths of all are checked."""
     if cfg.task.turns == 2:
         prepare_environment(cfg)
-        from sftplay.generate.sampling import Sampling
+        from sftplay.generate.generate import Sampling
 
         finished = cfg.task.finished
         _, renderer = load_renderer(cfg, folder)
@@ -188,8 +188,7 @@ def _check_paths(args: Namespace) -> Path:
 def _open_generator(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> tuple[Any, Any, Any]:
     """A generator and its renderer, and the models of both roles of a run that answers twice; else None."""
     prepare_environment(cfg)
-    from sftplay.generate.generate import Generator
-    from sftplay.generate.sampling import Sampling
+    from sftplay.generate.generate import Generator, Sampling
     from sftplay.model.load import load_result, load_untrained
 
     tokenizer, renderer = load_renderer(cfg, folder)

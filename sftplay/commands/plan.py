@@ -15,7 +15,7 @@ from sftplay.machine.gpu import Gpu, Machine, ram_free_bytes, ram_limit_bytes
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.devices import Card, find_card, parse_fleet
 from sftplay.plan.forecast import Hardware, find_device
-from sftplay.plan.report import describe_memory, describe_model, describe_suggestions, describe_workload, find_report
+from sftplay.plan.report import describe_memory, describe_model, describe_workload, find_report
 from sftplay.plan.sizing import size_run
 from sftplay.runs.inputs import known_lengths, load_checked, require_shape
 from sftplay.units import parse_bytes
@@ -53,6 +53,14 @@ def plan(args: Namespace) -> int:
         }
         print(json.dumps({**sized.as_plan(), **extra}))
         return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
+    advice: list[str] = []
+    if suggestions:
+        from sftplay.plan.advice import describe_suggestions
+
+        advice = [
+            "what would fit:" if suggestions[0].fits else "what comes nearest:",
+            *describe_suggestions(suggestions),
+        ]
     train = sized.cfg.train
     sizes = f"{train.batch_size} x {train.grad_accum} x {world_size} processes = {train.effective_batch_size}"
     lines = [
@@ -65,8 +73,7 @@ def plan(args: Namespace) -> int:
         *describe_memory(forecast),
         *task.describe_phases(forecast),
         *describe_workload(work),
-        *(["what would fit:" if suggestions and suggestions[0].fits else "what comes nearest:"] if suggestions else []),
-        *describe_suggestions(suggestions),
+        *advice,
         *(f"note        {note}" for note in sized.notes),
     ]
     for line in lines:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sftplay.sandbox.boxes.job import Job
 
 BEGIN, END = "<!-- attacks: written by the self-test -->", "<!-- end of attacks -->"
-"""Marks in a page, between which the self-test writes its table."""
+"""Marks in a page, between which the self-test writes its list."""
 
 
 def sandbox(args: Namespace) -> int:
@@ -73,7 +73,7 @@ def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
 
 def self_test(args: Namespace) -> int:
     """`sandbox --self-test`: every attack on every executor that is here; code 5 where one gets through."""
-    from sftplay.sandbox.attacks.conduct import ATTACKS, Row, conduct, table
+    from sftplay.sandbox.attacks.conduct import ATTACKS, Row, conduct, listing
     from sftplay.sandbox.choose import SAFE, WARM, choose_executor, find_problem
 
     if args.executor == "none":
@@ -98,7 +98,7 @@ def self_test(args: Namespace) -> int:
     if not rows:
         choose_executor(args.executor, is_warm=False)  # says why, and what to install
         raise MachineError("no executor is here", where="sandbox")
-    text = table(rows)
+    text = listing(rows)
     if args.out:  # a file with the marks keeps all that is outside of them
         before = Path(args.out).read_text(encoding="utf-8") if Path(args.out).exists() else ""
         head, mark, rest = before.partition(BEGIN)

@@ -6,19 +6,17 @@ import os
 from argparse import Namespace
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, SftplayError
-from sftplay.launch.nodes import Rendezvous
 from sftplay.launch.run_folder import RunFolder, has_begun, new_folder
 from sftplay.log import CLUSTER_NAMES
 from sftplay.machine.probe import probe
 from sftplay.runs.inputs import check_inputs
-from sftplay.runs.memory_probe import ProbeTarget, size_by_probe
 from sftplay.runs.start import (
-    all_notes,
     archive_earlier_start,
     archive_if_refused,
     build_command,
@@ -27,8 +25,12 @@ from sftplay.runs.start import (
     run_workers,
     say_sizing,
     size,
+    write_plan,
 )
 from sftplay.runs.strategy_setup import with_deepspeed
+
+if TYPE_CHECKING:
+    from sftplay.launch.nodes import Rendezvous
 
 
 def train(args: Namespace) -> int:
@@ -79,11 +81,15 @@ def launch(
     archive_earlier_start(folder)
     with folder.locked(), archive_if_refused(folder, is_alone=rendezvous is None):
         folder.create()
-        target = ProbeTarget(machine, scale.nproc, folder.logs)
-        sized, probed = size_by_probe(sized, target, resize=lambda fit: size(cfg, machine, scale=scale, fit=fit))
+        probed = {"decision": "none", "why": "there is no GPU"}
+        if machine.gpus:
+            from sftplay.runs.memory_probe import ProbeTarget, size_by_probe
+
+            target = ProbeTarget(machine, scale.nproc, folder.logs)
+            sized, probed = size_by_probe(sized, target, resize=lambda fit: size(cfg, machine, scale=scale, fit=fit))
         say_sizing(sized, machine, folder=folder)
         write_text(folder.resolved, dump_resolved(sized.cfg))
-        folder.write_json("plan.json", {**sized.as_plan(), "probe": probed, "notes": all_notes(sized)})
+        write_plan(folder, sized, probe=probed)
         return run_workers(command, folder, cfg=sized.cfg, args=args, rendezvous=rendezvous)
 
 

@@ -31,22 +31,24 @@ are texts, only `true` and `false` are booleans. A key that is not listed here i
 
 
 def manual_text() -> str:
-    """Write docs/config.md: a table for each section, in the order of the schema."""
-    parts = [_HEAD]
+    """Write docs/config.md: a table with a row for each section and each key, in the order of the schema."""
+    rows = [_HEAD, "| key | takes | default | effect |", "| --- | --- | --- | --- |"]
     for dotted, section in all_sections().items():
-        title = f"## {dotted}{' (a list)' if dotted in list_keys() else ''}" if dotted else "## Top level"
-        about = f"\n{_one_line(section.__doc__ or '')}\n" if dotted else ""
-        table = ["| key | takes | default | effect |", "| --- | --- | --- | --- |"]
+        if dotted:
+            name = f"**`{dotted}`**{' (a list)' if dotted in list_keys() else ''}"
+            rows.append(_row(name, "", "", _one_line(section.__doc__ or "")))
         for name, field in section.model_fields.items():
             if find_section(field) or find_entry_section(field):
                 continue
+            key = f"{dotted}.{name}".lstrip(".")
             value: Any = field.get_default(call_default_factory=True, validated_data={})
             default = "required" if value is PydanticUndefined else f"`{flow(value)}`"
-            takes = described(node_at(f"{dotted}.{name}".lstrip(".")))
-            cells = [f"`{name}`", takes, default, _effect(field.description or "")]
-            table.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-        parts.append("\n".join([title, about, *table, ""]))
-    return "\n".join(parts)
+            rows.append(_row(f"`{key}`", described(node_at(key)), default, _effect(field.description or "")))
+    return "\n".join([*rows, ""])
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def schema_text() -> str:

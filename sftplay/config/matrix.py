@@ -141,15 +141,16 @@ def as_table(width: int) -> str:
 
 def _section(title: str, state: State) -> list[str]:
     """The reasons of one kind of cells, each once, with its combinations."""
-    found: dict[Cell, dict[str, dict[str, list[str]]]] = {}
+    found: dict[tuple[str, str], dict[str, dict[str, list[str]]]] = {}
     for row in rows():
         if row.cell.state == state:
-            by_precision = found.setdefault(row.cell, {}).setdefault(row.precision, {})
+            why = row.cell.why.partition("[")[0] if state == "works" else row.cell.why  # without a test's case
+            by_precision = found.setdefault((why, row.cell.nearest), {}).setdefault(row.precision, {})
             by_precision.setdefault(row.method, []).append(row.strategy)
     lines = [f"## {title}", ""]
-    for cell, places in found.items():
-        why = f"`{cell.why}`" if state == "works" else cell.why
-        near = f" Nearest: `{cell.nearest}`." if cell.nearest else ""
+    for (why, nearest), places in found.items():
+        why = f"`{why}`" if state == "works" else why
+        near = f" Nearest: `{nearest}`." if nearest else ""
         where = []
         for precision, strategies in places.items():
             methods: dict[str, list[str]] = {}  # methods with the same strategies stand together

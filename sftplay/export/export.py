@@ -31,7 +31,8 @@ from sftplay.export.merge import (
 )
 from sftplay.export.model_card import PublicRun, write_card
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.source import BUILTIN, first_line, is_local
+from sftplay.model.hub import first_line
+from sftplay.model.source import BUILTIN, is_local
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 from sftplay.model.weights import DTYPES
 

@@ -28,8 +28,8 @@ from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.export.merge import find_adapter, load_unquantised, size_bytes
 from sftplay.generate.generate import Generator
 from sftplay.launch.run_folder import RunFolder
+from sftplay.model.hub import first_line
 from sftplay.model.load import attach_for_merging, load_result
-from sftplay.model.source import first_line
 from sftplay.model.tokenizer import end_token_ids, load_tokenizer
 
 PROMPTS, ANSWER_TOKENS = 8, 32

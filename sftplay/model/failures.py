@@ -14,15 +14,8 @@ from sftplay import log
 from sftplay.config.layers import walk
 from sftplay.config.run import ModelConfig
 from sftplay.errors import ConfigError, MachineError, SftplayError, machine_refusal, without_secrets
-from sftplay.model.source import (
-    FOLDER_FIX,
-    PICKLE_FIX,
-    REFUSED_PICKLE,
-    SAFE_COPY,
-    describe_pickle,
-    is_local,
-    read_shape,
-)
+from sftplay.model.hub import FOLDER_FIX
+from sftplay.model.source import PICKLE_FIX, REFUSED_PICKLE, SAFE_COPY, describe_pickle, is_local, read_shape
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from sftplay.config.run import ModelConfig, RunConfig
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.model.failures import announce_trust, describe_error, refused_code, refusing
-from sftplay.model.source import ADAPTER_CONFIG, FOLDER_FIX, check_reachable, locate
+from sftplay.model.hub import FOLDER_FIX, check_reachable
+from sftplay.model.source import ADAPTER_CONFIG, locate
 
 if TYPE_CHECKING:
     from sftplay.model.new_tokens import NewToken

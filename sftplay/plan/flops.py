@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from sftplay.plan.memory_setup import Adapter, MemorySetup
-from sftplay.plan.shape import Linear, ModelShape
+if TYPE_CHECKING:
+    from sftplay.plan.memory_setup import Adapter, MemorySetup
+    from sftplay.plan.shape import Linear, ModelShape
 
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = 2, 2, 2
 """Operations a weight and token: a multiplication and an addition each."""

@@ -22,7 +22,7 @@ from sftplay.units import format_bytes
 
 if TYPE_CHECKING:
     from sftplay.machine.gpu import Machine
-    from sftplay.plan.forecast import Fit
+    from sftplay.plan.fit import Fit
 
 
 STRATEGY = "cluster.strategy"

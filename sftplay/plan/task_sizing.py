@@ -16,7 +16,7 @@ from sftplay.plan.shape import ModelShape
 
 if TYPE_CHECKING:
     from sftplay.machine.gpu import Machine
-    from sftplay.plan.forecast import Fit
+    from sftplay.plan.fit import Fit
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,10 @@ class TaskSizing:
     def rows_sampled(self, cfg: RunConfig) -> int:
         """Return the answers that a process samples at a time, once it is decided; 0 where it samples none."""
         return 0
+
+    def uses_several_gpus(self, cfg: RunConfig) -> bool:
+        """Return whether one process may use a second GPU; the placement may be undecided."""
+        return False
 
     def compiled(self, cfg: RunConfig) -> tuple[str, bool, str]:
         """Return the key that asks for kernels which Triton builds, whether it does, and the value that does not."""

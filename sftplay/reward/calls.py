@@ -50,6 +50,7 @@ class RewardWorker:
         """`use` is a name of `SHIPPED`, or a user's function. A shipped reward has `deadline_s` for each completion, a
         user's function for each batch."""
         self.use, self.options, self.deadline_s = use, dict(options), deadline_s
+        self._takes_batch = is_user_function(use)
         self._process: Any = None
         self._pipe: Connection | None = None
         self._at_exit: Finalize | None = None
@@ -57,7 +58,7 @@ class RewardWorker:
 
     def __call__(self, completions: Sequence[Any], /, **columns: Any) -> RewardValues:
         """Score the completions; `columns` are aligned with them."""
-        if is_user_function(self.use):
+        if self._takes_batch:
             return self._whole(completions, columns)
         scores = RewardValues([])
         for at in range(len(completions)):

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_args, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
-from sftplay.config.rewards import CODE_TESTS, RewardConfig
-from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, nearest_names
+
+if TYPE_CHECKING:
+    from sftplay.config.rewards import RewardConfig
+    from sftplay.config.run import RunConfig
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -89,7 +89,7 @@ SHIPPED = {
     "exact_match": Shipped("text_rewards", "exact_match", "content", ("answer",), options=("after", "ignore_case")),
     "regex": Shipped("text_rewards", "matches", "form", needs=("pattern",), options=("whole",)),
     "json_schema": Shipped("text_rewards", "fits_schema", "form", needs=("schema",)),
-    CODE_TESTS: Shipped("code_rewards", "passes_tests", "content", ("tests",), options=("mode", "shown_weight")),
+    "code_tests": Shipped("code_rewards", "passes_tests", "content", ("tests",), options=("mode", "shown_weight")),
     "math": Shipped("math_rewards", "solves", "content", ("answer",), options=("fallback",)),
 }
 """Name in a config -> reward."""
@@ -124,6 +124,8 @@ def reward_problems(cfg: RunConfig) -> Iterator[ConfigError]:
 
 
 def _option_problems(reward: RewardConfig, *, key: str, where: str) -> Iterator[ConfigError]:
+    from pydantic import TypeAdapter, ValidationError  # not in the process of a reward, which starts faster without
+
     shipped = SHIPPED[reward.use]
     known = [*shipped.needs, *shipped.options, *shipped.columns]
     for name in reward.options:

@@ -139,8 +139,7 @@ def answer_share(subject: Subject, questions: Questions, *, rank: int = 0, world
     """
     prepare_environment(subject.cfg)
     from sftplay.data.records import Message
-    from sftplay.generate.generate import Generator, answer_all
-    from sftplay.generate.sampling import Sampling
+    from sftplay.generate.generate import Generator, Sampling, answer_all
 
     cfg = subject.cfg
     model, tokenizer, renderer = subject.open()

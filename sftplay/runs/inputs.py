@@ -222,7 +222,7 @@ def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
     """Return what `hub.check_reachable` does. Where the hub does not answer, raise ConfigError if the name is like that
     of a model that the kit knows, which is named, else MachineError.
     """
-    from sftplay.model import source as hub
+    from sftplay.model import hub
 
     try:
         return hub.check_reachable(name, revision, where=where)

@@ -29,7 +29,8 @@ from sftplay.log import FOLLOWED
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
 from sftplay.places import cache_root
-from sftplay.plan.forecast import Fit, Forecast, NoFit, Point, find_device, fit, forecast
+from sftplay.plan.fit import Fit, NoFit, Point, fit
+from sftplay.plan.forecast import Forecast, find_device, forecast
 from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs.inputs import needs_no_hub
 from sftplay.units import format_bytes, format_seconds

@@ -6,7 +6,7 @@ import json
 import math
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sftplay import log
 from sftplay.atomic import write_text
@@ -17,13 +17,15 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.checkpoints import list_checkpoints, read_marker
 from sftplay.launch.command import Scale
-from sftplay.launch.nodes import Rendezvous
 from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs.inputs import check_inputs
-from sftplay.runs.start import all_notes, build_command, print_command, read_scale, run_workers, size, split_rows
+from sftplay.runs.start import build_command, print_command, read_scale, run_workers, size, split_rows, write_plan
+
+if TYPE_CHECKING:
+    from sftplay.launch.nodes import Rendezvous
 
 
 def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | None = None) -> int:
@@ -79,7 +81,7 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         folder.set_broken_aside()
         write_text(folder.resolved, dump_resolved(sized.cfg))
         if starts_anew or "world_size" not in folder.read_json("plan.json"):
-            folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
+            write_plan(folder, sized)
         if resized:  # sizes that the task does not have are left out
             changed = {key.rpartition(".")[2]: value for key, value in sizes.items() if value is not None}
             folder.add_event(RESIZED, world_size=sized.world_size, **changed)

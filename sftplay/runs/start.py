@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sftplay import log
 from sftplay.atomic import write_text
@@ -24,13 +24,13 @@ from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.follow import FolderGone, follow
-from sftplay.launch.nodes import Rendezvous
 from sftplay.launch.processes import cause_of_death
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder, name_taken
 from sftplay.log import is_terminal
 from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
 from sftplay.machine.probe import Machine
-from sftplay.plan.forecast import Fit, Hardware
+from sftplay.plan.fit import Fit
+from sftplay.plan.forecast import Hardware
 from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs.finished_run import report_at_end
@@ -44,6 +44,9 @@ from sftplay.runs.strategy_setup import (
     with_accumulation,
 )
 from sftplay.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from sftplay.launch.nodes import Rendezvous
 
 
 def run_workers(
@@ -236,6 +239,19 @@ def decision_lines(sized: SizedRun, *, width: int) -> list[str]:
         lines += textwrap.wrap(text, width, initial_indent=before, subsequent_indent=" " * len(before)) or [before]
         shown.add(reason)
     return lines
+
+
+def write_plan(folder: RunFolder, sized: SizedRun, **more: Any) -> None:
+    """Write plan.json: the sizes, the notes, and the FLOPs of a model whose shape is known before it is loaded."""
+    plan = {**sized.as_plan(), **more, "notes": all_notes(sized)}
+    # New tokens add rows to the embedding: the workers count them when the tokenizer has them.
+    if sized.forecast is not None and sized.cfg.task.reads_text and not sized.cfg.tuning.new_tokens.is_on:
+        from sftplay.plan.flops import model_flops
+
+        setting = sized.forecast.setting
+        if flops := model_flops(setting.shape, setting.execution):
+            plan["model_flops"] = vars(flops)
+    folder.write_json("plan.json", plan)
 
 
 def all_notes(sized: SizedRun) -> list[str]:

@@ -17,7 +17,6 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command import Launch, Scale, one_gpu_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import Machine, compiler_remedy, find_compiler_problem
-from sftplay.plan.devices import uses_several_gpus
 from sftplay.plan.task_sizing import find_sizing
 
 FIXED_DRIVER = "550.40.07"
@@ -57,7 +56,7 @@ def refuse_missing_compiler(cfg: RunConfig, machine: Machine) -> None:
 def gpu_settings(cfg: RunConfig, machine: Machine, *, processes: int) -> dict[str, str]:
     """Return the variables that the workers need for the GPUs of this machine. The user's own stay."""
     alone: dict[str, str] = {}
-    if processes == 1 and not uses_several_gpus(cfg):
+    if processes == 1 and not find_sizing(cfg).uses_several_gpus(cfg):
         alone = one_gpu_environment(machine.gpus, by_uuid=cfg.grpo.generation != "vllm_colocate")
     cards = [gpu.name for gpu in machine.gpus if "RTX 40" in gpu.name]
     missing = {name: value for name, value in WITHOUT_PEERS.items() if name not in os.environ}

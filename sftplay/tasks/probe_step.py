@@ -25,7 +25,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.embedding_rows import add_rows
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_extended
-from sftplay.plan.forecast import NoFit, Point, fit
+from sftplay.plan.fit import NoFit, Point, fit
 from sftplay.signals import die_with_parent
 from sftplay.tasks.sft import task as sft
 from sftplay.train.exact_batch import StepSetup

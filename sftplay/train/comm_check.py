@@ -23,7 +23,7 @@ from torch import Tensor
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.errors import RunError, SftplayError
-from sftplay.plan.decisions import BUCKET_BYTES, SIZES_BYTES
+from sftplay.plan.communication import BUCKET_BYTES, SIZES_BYTES
 from sftplay.signals import die_with_parent
 
 WARM_UP = 2

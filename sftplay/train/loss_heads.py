@@ -16,7 +16,6 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, ran_out_of_memory
-from sftplay.plan.memory_setup import gpu_chunk_tokens
 from sftplay.train.eval_mode import eval_mode
 
 PROOF_TOKENS = 8
@@ -174,7 +173,11 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
 
 def chunk_tokens(device: torch.device, vocab: int) -> int:
     """Return the tokens of a chunk on that device."""
-    return gpu_chunk_tokens(vocab) if device.type == "cuda" else CHUNK_TOKENS
+    if device.type != "cuda":
+        return CHUNK_TOKENS
+    from sftplay.plan.memory_setup import gpu_chunk_tokens
+
+    return gpu_chunk_tokens(vocab)
 
 
 def compute_scores(hidden: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:

@@ -19,11 +19,11 @@ from sftplay.errors import DataError
 from sftplay.export.model_card import write_adapter_card
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_outside_text
+from sftplay.model.hub import fetch_weights
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
-from sftplay.model.source import BUILTIN, fetch_weights, locate
+from sftplay.model.source import BUILTIN, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
-from sftplay.plan.memory_setup import OPENED
 from sftplay.train.eval_mode import random_numbers_kept
 from sftplay.train.fingerprint import compute_fingerprint, write_manifest
 from sftplay.train.guards import StopOnSignal
@@ -156,7 +156,9 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         task.report_rows(rows, tokenizer, folder=folder)
     fingerprint = compute_fingerprint(cfg, rows, new_tokens=new_tokens)
     set_seed(cfg.seed)
-    model = load_start(cfg, source=extended_base, is_on_host=folder.read_json("plan.json").get(OPENED) == "host")
+    model = load_start(
+        cfg, source=extended_base, is_on_host=folder.read_json("plan.json").get("model_opened_on") == "host"
+    )
     measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
     model = make_trainable(model, cfg, new_ids=[token.id for token in new_tokens])
     wait_for_nodes(folder)

@@ -24,10 +24,7 @@ from sftplay.errors import ConfigError, RunError, ran_out_of_memory, said_of_mem
 from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch.checkpoints import newest_complete, read_marker, read_step
 from sftplay.model.out_of_memory import OutOfMemory, held_bytes
-from sftplay.plan.devices import find_card
-from sftplay.plan.flops import model_flops
-from sftplay.plan.memory_setup import read_memory_setup
-from sftplay.plan.shape_from_config import shape_from_config
+from sftplay.plan.flops import ModelFlops, model_flops
 from sftplay.train.checkpointing import MarkComplete, accept_numbered_cpus, choose_checkpoint
 from sftplay.train.disk import WarnOfFullDisk
 from sftplay.train.exact_batch import ADVICE, Replay, StepSetup
@@ -221,14 +218,22 @@ class TrainRun:
 
 def read_costs(model: Any, cfg: RunConfig, *, plan: Mapping[str, Any]) -> CostModel:
     """Read what is known about the costs of a step: FLOPs of the model that trains, the GPU's peak, planned memory."""
-    flops = None
-    if cfg.task.reads_text:
+    flops, card = None, None
+    if counted := plan.get("model_flops"):
+        flops = ModelFlops(**counted)
+    elif cfg.task.reads_text:
+        from sftplay.plan.memory_setup import read_memory_setup
+        from sftplay.plan.shape_from_config import shape_from_config
+
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         # How weights are stored changes no FLOP.
         config = {key: value for key, value in base.config.to_dict().items() if key != "quantization_config"}
         with suppress(ConfigError):  # the config does not say enough
             flops = model_flops(shape_from_config(config, name=cfg.model.name), read_memory_setup(cfg))
-    card = find_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if torch.cuda.is_available():
+        from sftplay.plan.devices import find_card
+
+        card = find_card(torch.cuda.get_device_name())
     # The table holds the peaks of 16-bit products.
     peak = card.tflops * 1e12 if card and cfg.train.precision != "fp32" else None
     predicted = {f"predicted_{key}": plan[key] for key in ("peak_bytes", "allocated_bytes") if key in plan}

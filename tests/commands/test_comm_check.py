@@ -19,7 +19,7 @@ from sftplay.config.load import load_config
 from sftplay.errors import RunError
 from sftplay.launch.command import Launch, Scale
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.decisions import Exchange, exchange_s, nominal_link, turning_bytes
+from sftplay.plan.communication import Exchange, exchange_s, nominal_link, turning_bytes
 from sftplay.runs import comm_check
 from sftplay.train import comm_check as rank
 

@@ -147,7 +147,7 @@ def test_refusal_before_the_first_step_leaves_neither_a_run_nor_another_latest_a
     assert len(list((output / ".set-aside").iterdir())) == 2
 
 
-def test_refusal_of_the_command_or_of_the_probe_leaves_nothing_that_takes_a_name(
+def test_refusal_of_the_command_or_behind_the_probe_leaves_nothing_that_takes_a_name(
     write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object, **__: object) -> None:
@@ -158,7 +158,7 @@ def test_refusal_of_the_command_or_of_the_probe_leaves_nothing_that_takes_a_name
         patch.setattr(train_command, "build_command", refuse)
         assert main(["train", "--config", str(config)]) == 3
     assert list((tmp_path / "outputs").iterdir()) == []
-    monkeypatch.setattr(train_command, "size_by_probe", refuse)
+    monkeypatch.setattr(train_command, "say_sizing", refuse)  # behind the probe
     assert main(["train", "--config", str(config)]) == 3
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == [".set-aside"]
 

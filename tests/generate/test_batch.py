@@ -25,10 +25,9 @@ from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, RunError
 from sftplay.generate import batch
 from sftplay.generate import prompts as questions
-from sftplay.generate.generate import Generator, answer_all, answer_batch
+from sftplay.generate.generate import Generator, SampleByRow, Sampling, answer_all, answer_batch
 from sftplay.generate.partial_answers import PartialAnswers
 from sftplay.generate.prompts import PromptFile
-from sftplay.generate.sampling import SampleByRow, Sampling
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
 

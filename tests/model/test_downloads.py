@@ -23,9 +23,9 @@ from processes import HANG_S
 from sftplay.config.run import ModelConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import hub_client
-from sftplay.model import source as hub
+from sftplay.model import hub
+from sftplay.model.hub import check_reachable, first_line
 from sftplay.model.load import load_base
-from sftplay.model.source import check_reachable, first_line
 from sftplay.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,7 +225,7 @@ def test_folders_and_builtins_are_never_asked_for(tiny_llama: Path, monkeypatch:
     assert hub.CONNECT_S < 10
 
 
-FETCH = "from sftplay.model.source import fetch_weights; fetch_weights('org/tiny', None)"
+FETCH = "from sftplay.model.hub import fetch_weights; fetch_weights('org/tiny', None)"
 
 
 @pytest.mark.contract

@@ -22,9 +22,9 @@ from oracle.live_bytes import LiveBytes
 from oracle.score_update import batch_of_zeros, optimizer_with_state
 from sftplay import log
 from sftplay.machine.probe import recompute
-from sftplay.plan.devices import Layout
+from sftplay.tasks.score.losses import score_actions
+from sftplay.tasks.score.placement import Layout
 from sftplay.tasks.score.role_models import RoleModels
-from sftplay.tasks.score.scoring import score_actions
 
 ROWS, TOKENS, LONGEST = 2, 256, 128
 """Rows of a micro-batch, their tokens, and how many of these are an action."""

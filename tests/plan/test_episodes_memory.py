@@ -16,12 +16,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sftplay.config.run import RunConfig
 from sftplay.generate.generate import Generator
-from sftplay.plan.devices import OWN, Layout
+from sftplay.plan.devices import OWN
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.memory import SHARDING, Footprint
 from sftplay.plan.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.tasks.grpo.plan import CACHE, DRAW, REFERENCE
+from sftplay.tasks.score.placement import Layout
 from sftplay.tasks.score.plan import COMPARE, CRITIC, START, VALUE, Episodes, estimate_episodes, read_episodes
 from sftplay.tasks.score.sample_episodes import RecordedSampling, sample_actions
 

@@ -10,10 +10,11 @@ import pytest
 from sftplay.config.run import RunConfig
 from sftplay.errors import SftplayError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.devices import OWN, find_card, resolve_layout
+from sftplay.plan.devices import OWN, find_card
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
+from sftplay.tasks.score.placement import resolve_layout
 from sftplay.tasks.score.plan import PLAN
 
 LLAMA = "meta-llama/Llama-3.2-3B"

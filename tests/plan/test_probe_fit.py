@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.forecast import Fit, MemoryLine, NoFit, Point, fit
+from sftplay.plan.fit import Fit, MemoryLine, NoFit, Point, fit
 from sftplay.plan.memory import Size, estimate
 from sftplay.plan.sizing import size_run
 

@@ -12,7 +12,7 @@ import pytest
 
 from sftplay.cli import main
 from sftplay.errors import DataError
-from sftplay.model import source as hub
+from sftplay.model import hub
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = '{"prompt": "a", "completion": "b"}\n'

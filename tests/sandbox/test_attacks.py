@@ -19,10 +19,11 @@ from processes import HANG_S
 
 from sftplay.commands.sandbox import BEGIN, END
 from sftplay.sandbox.attacks.attack import boxed_processes, targets
-from sftplay.sandbox.attacks.conduct import ATTACKS, GROUPS, conduct, wait_gone
+from sftplay.sandbox.attacks.conduct import ATTACKS, GROUPS, Row, conduct, listing, wait_gone
 from sftplay.sandbox.attacks.quick import find_hole
 from sftplay.sandbox.boxes.bootstrap import OWNER
 from sftplay.sandbox.boxes.executors import PlainProcess
+from sftplay.sandbox.boxes.job import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,12 +56,24 @@ def test_the_suite_has_what_it_should():
     assert all(word in " ".join(may_time_out) for word in ("loops", "sleeps", "waits", "for ever"))
 
 
-def test_the_page_has_a_line_for_each_attack_and_none_that_got_through():
+def test_the_page_names_every_attack_and_none_that_got_through():
     page = (ROOT / "docs" / "sandbox.md").read_text().partition(BEGIN)[2].partition(END)[0]
-    lines = [line for line in page.splitlines() if line.startswith("| ")][2:]
-    groups = [(name, attack.name) for name, attacks in GROUPS.items() for attack in attacks]
-    assert [line.split(" | ")[0] for line in lines] == [f"| {name}: {attack}" for name, attack in groups]
     assert "**" not in page
+    named = set()
+    for item in " ".join(page.split()).removeprefix("- ").removesuffix(".").split(". - "):
+        alike, _, attacks = item.partition(": ")
+        named |= {(alike.partition(",")[0], attack) for attack in attacks.split("; ")}
+    assert named == {(group, attack.name) for group, attacks in GROUPS.items() for attack in attacks}
+
+
+def test_the_list_of_the_self_test_shows_what_got_through_in_bold():
+    held, through, other = ATTACKS[0], ATTACKS[1], ATTACKS[2]
+    verdict = Verdict(status="wrong", mode="pair")
+    rows = [Row(held, verdict, ()), Row(through, verdict, ("it passed",)), Row(other, verdict, ())]
+    assert listing({"bwrap": rows}).splitlines() == [
+        f"- files, pair, wrong: {held.name}; {other.name}.",
+        f"- files, pair, **it passed**: {through.name}.",
+    ]
 
 
 def test_the_self_test_finds_no_hole_in_a_box_and_many_without_one(executor):

@@ -14,7 +14,7 @@ from in_process import Inputs, new_run
 from oracle.memory_gauges import ProcessGauge, TensorGauge
 from transformers import AutoTokenizer
 
-from sftplay.plan.forecast import Fit, NoFit, Point, fit
+from sftplay.plan.fit import Fit, NoFit, Point, fit
 from sftplay.tasks import probe_step
 from sftplay.tasks.probe_step import CudaGauge, MemoryGauge, Request, measure_steps, synthetic_rows
 from sftplay.tasks.sft import task as sft

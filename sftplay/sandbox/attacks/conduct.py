@@ -1,7 +1,8 @@
-"""All attacks on one executor, one after the other, and what came of them as a table."""
+"""All attacks on one executor, one after the other, and what came of them as a list."""
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -95,14 +96,15 @@ def wait_gone(reached: Targets, *, known: frozenset[str] = frozenset()) -> list[
     return left
 
 
-def table(rows: dict[str, list[Row]]) -> str:
-    """Write a line for each attack and a column for each executor, as Markdown."""
-    names = list(rows)
-    lines = [f"| attack | tests | {' | '.join(names)} |", f"| --- | --- |{' --- |' * len(names)}"]
+def listing(rows: dict[str, list[Row]]) -> str:
+    """List the attacks of a group that ended alike in every box, as Markdown; what got through stands in bold."""
     groups = {id(attack): group for group, attacks in GROUPS.items() for attack in attacks}
+    alike: dict[str, list[str]] = {}
     for several in zip(*rows.values(), strict=True):
-        attack = several[0].attack
-        cells = [f"**{'; '.join(row.problems)}**" if row.problems else row.verdict.status for row in several]
-        cells = [cell.replace("|", "/").replace("\n", " ") for cell in cells]
-        lines.append(f"| {groups[id(attack)]}: {attack.name} | {several[0].verdict.mode} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        attack, mode = several[0].attack, several[0].verdict.mode
+        ends = [f"**{'; '.join(row.problems)}**" if row.problems else row.verdict.status for row in several]
+        by_box = ", ".join(f"{end} ({name})" for name, end in zip(rows, ends, strict=True))
+        end = ends[0] if len(set(ends)) == 1 else by_box
+        alike.setdefault(f"{groups[id(attack)]}, {mode}, {end}", []).append(attack.name)
+    wrap = textwrap.TextWrapper(128, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(wrap.fill(f"{same}: {'; '.join(names)}.") for same, names in alike.items())

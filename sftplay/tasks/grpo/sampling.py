@@ -25,7 +25,6 @@ from sftplay.errors import ConfigError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
-from sftplay.tasks.grpo.dynamic_sampling import DynamicSampler, LocalBatch
 from sftplay.tasks.grpo.rollouts import (
     dtypes_kept,
     gathered_root,
@@ -35,7 +34,7 @@ from sftplay.tasks.grpo.rollouts import (
     replaced_attributes,
     save_window,
 )
-from sftplay.tasks.grpo.scoring import RewardScorer, ScoredBatch, cut_samples, write_samples
+from sftplay.tasks.grpo.scoring import DynamicSampler, LocalBatch, RewardScorer, ScoredBatch, cut_samples, write_samples
 from sftplay.tasks.grpo.watch import read_policy_clip_share
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.exact_batch import StepSetup
@@ -596,6 +595,11 @@ class SamplingMixin(Base):
             logps_and_entropies = super()._get_per_token_logps_and_entropies(*given, **named)
         self.logprob_check.trained_logps = logps_and_entropies[0].detach() if torch.is_grad_enabled() else None
         return logps_and_entropies
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Keep the norm, which `StopOnBadStep` looks at."""
+        self.clipped_norm = super()._clip_grad_norm(model)
+        return self.clipped_norm
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
         sampler_logps, model_logps = inputs.get(SAMPLER_LOGPS), inputs.get(MODEL_LOGPS)

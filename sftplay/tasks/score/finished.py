@@ -19,9 +19,8 @@ from sftplay.data.questions import Question
 from sftplay.errors import DataError, RunError
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer
 from sftplay.generate.chat import COMMANDS
-from sftplay.generate.generate import Generator, stream_answer
+from sftplay.generate.generate import Generator, Sampling, derive_seed, stream_answer
 from sftplay.generate.prompts import PromptFile
-from sftplay.generate.sampling import Sampling, derive_seed
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result, load_untrained

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.activations import reference_scores
+from sftplay.plan.advice import Step, Suggestion, added_up, first_that_fit, list_steps, step_to
 from sftplay.plan.decisions import Decision, Decisions
-from sftplay.plan.devices import DEVICES, OWN, PLACEMENT, Layout, name_devices, resolve_layout
+from sftplay.plan.devices import OWN, name_devices
 from sftplay.plan.forecast import Forecast, Hardware, Setting
 from sftplay.plan.memory import (
     ALONE,
@@ -25,19 +26,7 @@ from sftplay.plan.memory import (
     standing_bytes,
 )
 from sftplay.plan.memory_setup import MemorySetup
-from sftplay.plan.report import (
-    Sizing,
-    Step,
-    Suggestion,
-    TaskReport,
-    Workload,
-    added_up,
-    estimate_workload,
-    first_that_fit,
-    label,
-    list_steps,
-    step_to,
-)
+from sftplay.plan.report import Sizing, TaskReport, Workload, estimate_workload, label
 from sftplay.plan.row_lengths import RowLengths
 from sftplay.plan.shape import ModelShape
 from sftplay.plan.sizing import STRATEGY, planned_strategy
@@ -52,6 +41,7 @@ from sftplay.tasks.grpo.plan import (
     forward_layer,
     newest_token,
 )
+from sftplay.tasks.score.placement import DEVICES, PLACEMENT, Layout, resolve_layout
 from sftplay.tasks.score.section import SEPARATE_WIDTH
 from sftplay.tasks.score.spec import SPEC, broken_shard_rules
 from sftplay.units import GIB, format_bytes
@@ -384,6 +374,10 @@ class ScorePlan(TaskSizing, TaskReport):
             chosen = min(layouts, key=lambda layout: seen[layout].peak_bytes)
             why = f"no layout fits; this one comes nearest, with {filled[chosen]}"
         return {key: Decision(value, why) for key, value in chosen.values.items()}
+
+    def uses_several_gpus(self, cfg: RunConfig) -> bool:
+        is_named = any(str(device).startswith("cuda:") for device in dict(cfg.score.devices).values())
+        return cfg.score.placement not in ("shared", "sharded") or is_named
 
     def fixed_strategy(self, cfg: RunConfig) -> Decision | None:
         if cfg.score.placement == "sharded":

@@ -21,7 +21,7 @@ from sftplay.data.load_prompts import Prompts
 from sftplay.data.order import order_hash, training_order
 from sftplay.data.questions import Question
 from sftplay.errors import RunError
-from sftplay.generate.sampling import derive_seed
+from sftplay.generate.generate import derive_seed
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.score.episode_rewards import EpisodeResult
 from sftplay.tasks.score.losses import Advantages

@@ -19,7 +19,7 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.questions import Question
 from sftplay.errors import RunError
-from sftplay.generate.sampling import derive_seed
+from sftplay.generate.generate import derive_seed
 from sftplay.launch.checkpoints import read_step
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.score.episode_rewards import RewardScorer, describe, format_episode

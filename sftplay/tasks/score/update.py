@@ -19,14 +19,20 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.score.episode_rewards import EpisodeResult
 from sftplay.tasks.score.losses import (
+    ActionBatch,
     Advantages,
     EpisodeRewards,
+    OutputHead,
+    TokenScores,
     choose_kl_coefficients,
     clipped_loss,
     compute_advantages,
     find_stage,
+    forward,
     masked_mean,
     policy_loss,
+    score_actions,
+    select_last,
 )
 from sftplay.tasks.score.role_models import (
     Critic,
@@ -42,7 +48,6 @@ from sftplay.tasks.score.role_models import (
     value_loss,
 )
 from sftplay.tasks.score.sample_episodes import Action, Episode, ResampledAnswers
-from sftplay.tasks.score.scoring import ActionBatch, OutputHead, TokenScores, forward, score_actions, select_last
 from sftplay.tasks.score.section import ScoreConfig
 
 

@@ -11,14 +11,14 @@ from processes import HANG_S
 from sftplay import log
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
-from sftplay.tasks.grpo.dynamic_sampling import (
+from sftplay.tasks.grpo.scoring import (
     MAX_SKIPPED_TURNS,
     DynamicSampler,
     LocalBatch,
     Reserve,
+    ScoredBatch,
     find_zero_variance_groups,
 )
-from sftplay.tasks.grpo.scoring import ScoredBatch
 
 GROUP = 4
 ROWS = [10 * n for n in range(12)]

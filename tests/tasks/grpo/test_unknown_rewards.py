@@ -18,8 +18,7 @@ from sftplay.data.questions import Question
 from sftplay.evaluate.rewarded import compute_figures, reward_answers
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards, combined
-from sftplay.tasks.grpo.dynamic_sampling import DynamicSampler
-from sftplay.tasks.grpo.scoring import ScoredBatch
+from sftplay.tasks.grpo.scoring import DynamicSampler, ScoredBatch
 from sftplay.tasks.grpo.watch import SignalHealth
 
 WEIGHTS = (1.0, 0.1)

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
-from sftplay.plan.devices import Layout
-from sftplay.tasks.score import scoring
+from sftplay.tasks.score import losses
+from sftplay.tasks.score.placement import Layout
 from sftplay.tasks.score.role_models import RoleModels, soft_update
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.section import CriticConfig, ScoreConfig
@@ -99,7 +99,7 @@ CASES = [
 def test_nothing_is_computed_over_two_devices(name: str, adapts: bool):
     masks = replaced(masking_utils, "fast_all", lambda _mask: True)
     # A chunk is computed anew outside of the mode.
-    chunks = replaced(scoring, "checkpoint", compute_once)
+    chunks = replaced(losses, "checkpoint", compute_once)
     with masks, chunks, TwoDevices():
         check(make_cast(LAYOUTS[name], adapts=adapts), LAYOUTS[name])
 

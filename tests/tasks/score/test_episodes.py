@@ -16,8 +16,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.questions import Question
 from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
-from sftplay.generate.generate import Generator
-from sftplay.generate.sampling import AHEAD, SampleByRow, derive_seed
+from sftplay.generate.generate import AHEAD, Generator, SampleByRow, derive_seed
 from sftplay.model.out_of_memory import OutOfMemory
 from sftplay.model.toys import ID, DigitsRecipe, make_digits
 from sftplay.tasks import TASKS

@@ -18,7 +18,7 @@ from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.toys import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.episode_rewards import EpisodeResult
-from sftplay.tasks.score.losses import Advantages
+from sftplay.tasks.score.losses import ActionBatch, Advantages, score_actions
 from sftplay.tasks.score.role_models import RoleModels
 from sftplay.tasks.score.rollout_batch import (
     EPISODES_FILE,
@@ -29,7 +29,6 @@ from sftplay.tasks.score.rollout_batch import (
     save_rollout_batch,
 )
 from sftplay.tasks.score.sample_episodes import Action, Episode
-from sftplay.tasks.score.scoring import ActionBatch, score_actions
 from sftplay.tasks.score.section import ScoreConfig
 from sftplay.tasks.score.update import MinibatchSetup, PolicyUpdate, ScoredEpisodes
 

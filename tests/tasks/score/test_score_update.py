@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from sftplay.machine.probe import recompute
 from sftplay.model.toys import ID, DigitsRecipe, make_digits
+from sftplay.tasks.score.losses import ActionBatch, score_actions
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, RoleModels
 from sftplay.tasks.score.sample_episodes import Action
-from sftplay.tasks.score.scoring import ActionBatch, score_actions
 from sftplay.tasks.score.section import ScoreConfig
 from sftplay.tasks.score.update import MinibatchSetup, PolicyGradients
 
