@@ -50,7 +50,8 @@ from sftplay.launch.follow import read_timeout
 from sftplay.launch.generation_server import server_command
 from sftplay.launch.processes import Death
 from sftplay.launch.run_folder import RunFolder, new_folder
-from sftplay.machine.probe import Gpu, Machine, probe, recomputation_arguments
+from sftplay.machine.probe import Gpu, Machine, probe
+from sftplay.model.recomputation import recomputation_arguments
 from sftplay.plan.sizing import size_run
 from sftplay.reward.reward_set import RewardSet, combined
 from sftplay.reward.table import judges_form

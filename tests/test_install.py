@@ -18,7 +18,7 @@ from packaging.version import Version
 from processes import HANG_S
 
 from sftplay import install
-from sftplay.machine.probe import OLDEST
+from sftplay.machine.releases import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 

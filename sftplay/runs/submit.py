@@ -24,7 +24,7 @@ from sftplay.launch.slurm import scheduler
 from sftplay.launch.slurm.job import run_job
 from sftplay.launch.slurm.request import JobRequest, in_our_names, job_file
 from sftplay.launch.slurm.scheduler import CONFIG, JOB_FILE, JOBS, LOCK, JobFolder, add_job, newest_job
-from sftplay.machine.probe import VLLM_INSTALL
+from sftplay.machine.releases import VLLM_INSTALL
 from sftplay.plan.sizing import split_batch
 from sftplay.runs.inputs import check_inputs, needs_no_hub
 from sftplay.runs.start import refuse_restarts
