@@ -159,7 +159,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     )
     env = {**launch.env, **gpu_settings(cfg, machine, processes=scale.world_size)}
     if scale.world_size > 1:
-        from sftplay.launch.command import list_interfaces, nccl_environment
+        from sftplay.launch.nccl import list_interfaces, nccl_environment
 
         env |= nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
     return replace(launch, env=env)

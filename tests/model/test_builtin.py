@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from sftplay.errors import ConfigError, MachineError
-from sftplay.model import builtin
+from sftplay.model import base_training, builtin
 
 QUICK = builtin.Recipe(vocab_size=400, hidden_size=16, intermediate_size=32, layers=1, heads=1, steps=2, rows=2)
 CHAT = [

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from sftplay.model.toys import Muon, orthogonal
+from sftplay.model.base_training import Muon, orthogonal
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
