@@ -6,7 +6,7 @@ PY ?= .venv/bin/python
 UNSLOTH_PY ?= .venv-unsloth/bin/python
 
 override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
-  GRES IMAGE IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
+  GRES IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
   NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPLIT STYLE SUBSAMPLE \
   TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
@@ -64,7 +64,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
-  eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel job-file \
+  eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
@@ -169,9 +169,6 @@ logs: $(READY) ## the last lines of a run's job: RUN= (N=50, WATCH=1)
 	@$(SFTPLAY) logs $(WHICH) $(RUNNAME) $(COUNT) $(call switch,--watch,WATCH) $(JSONFLAG) $(WORDS)
 cancel: $(READY) ## stop a run's job with a checkpoint: RUN= (FAST=1 does not wait for it)
 	@$(SFTPLAY) cancel $(WHICH) $(RUNNAME) $(call switch,--fast,FAST) $(JSONFLAG) $(WORDS)
-job-file: $(READY) ## a job file for other schedulers: KIND=skypilot, dstack or k8s, CONFIG= GPUS=2xH200 (NODES=, IMAGE=, OUT=file)
-	@$(SFTPLAY) job-file $(WHICH) $(call flag,--kind,KIND) $(call flag,--gpus,GPUS) $(call flag,--nodes,NODES) \
-	  $(call flag,--image,IMAGE) $(OUTPUT) $(JSONFLAG) $(WORDS)
 
 ##@ look
 plan: $(READY) ## what a run takes and whether it fits: CONFIG= (GPUS=2xH200 | VRAM=24GiB, NPROC=, COMPARE=1, JSON=1)

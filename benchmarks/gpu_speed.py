@@ -41,8 +41,9 @@ from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.run import RunConfig
 from sftplay.launch.command import one_gpu_environment
 from sftplay.launch.run_folder import RunFolder
-from sftplay.machine.probe import probe, recomputation_arguments
+from sftplay.machine.probe import probe
 from sftplay.model.load import load_base
+from sftplay.model.recomputation import recomputation_arguments
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.devices import find_card
 from sftplay.plan.find_shape import find_shape, read_table

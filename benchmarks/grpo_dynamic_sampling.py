@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 from sftplay.config.run import RunConfig
 from sftplay.data.order import training_order
 from sftplay.data.questions import Questions
-from sftplay.machine.probe import recomputation_arguments
+from sftplay.model.recomputation import recomputation_arguments
 from sftplay.reward.reward_set import RewardSet
 from sftplay.tasks.grpo.sampling import PromptRows
 from sftplay.tasks.grpo.scoring import RewardScorer

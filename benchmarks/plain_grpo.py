@@ -22,7 +22,8 @@ def main(job: dict) -> None:
 
     from sftplay.config.load import load_resolved
     from sftplay.launch.command import one_gpu_environment
-    from sftplay.machine.probe import probe, recomputation_arguments
+    from sftplay.machine.probe import probe
+    from sftplay.model.recomputation import recomputation_arguments
     from sftplay.reward.reward_set import RewardSet, combined
 
     cfg = load_resolved(Path(job["config"]))

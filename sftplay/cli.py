@@ -251,13 +251,6 @@ FLAGS: dict[str, Flags] = {
         "--setup": _flag("a file for the job's shell to read first", PATH, default=""),
         "--here": _switch("train in the job that this is called in"),
     },
-    "job-file": {
-        "--kind": _flag("the tool that reads it", choices=["skypilot", "dstack", "k8s"], required=True),
-        "--gpus": _flag("GPUs of a node, such as 2xH200; else those here"),
-        "--nodes": _flag("nodes of the job", _processes, default=1),
-        "--image": _flag("a container image with the kit; k8s needs one", default=""),
-        "--out": _flag("a new file; else it is printed", PATH),
-    },
     "logs": {
         **_RUN,
         "--n": _flag("how many lines of each file", _count, default=50),
@@ -320,7 +313,6 @@ VERBS = {
     "status": ("slurm.status", "the job of a run and how far the run is"),
     "logs": ("slurm.logs", "the last lines of a run's job"),
     "cancel": ("slurm.cancel", "stop the job of a run with a checkpoint"),
-    "job-file": ("slurm.job_file", "write a run as a job for SkyPilot, dstack or Kubernetes"),
     "sandbox": ("sandbox.sandbox", "run programs of a model in a box, and judge them"),
     "check": ("machine.check", "lint and types of this repository"),
 }
@@ -436,8 +428,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     words = with_flags(words) if words[:1] and words[0] in FLAGS_OF_VARIABLES else words or ["--help"]
     verb = words[0]
     if not verb.startswith("-") and verb not in VERBS:
+        from sftplay.make_arguments import GONE
+
         near = nearest_names(verb, VERBS)
-        fix = f"did you mean {near[0]!r}?" if near else "see `make help`"
+        fix = GONE.get(verb) or (f"did you mean {near[0]!r}?" if near else "see `make help`")
         raise ConfigError(f"no verb called {verb!r}", where="command line", fix=fix, nearest=near)
     # Overrides stay outside argparse, which would lose their order: the later of two values for one key counts.
     parser = _Parser(prog="sftplay", description="Fine-tune language models from one YAML file.", allow_abbrev=False)

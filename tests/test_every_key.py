@@ -44,12 +44,14 @@ from sftplay.evaluate.perplexity import Document, HeldOut, measure_sources
 from sftplay.generate.generate import Generator
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch import command as ray_command
-from sftplay.launch.command import DRIVER, Launch, Scale, nccl_environment
+from sftplay.launch.command import DRIVER, Launch, Scale
 from sftplay.launch.follow import read_timeout
 from sftplay.launch.generation_server import server_command
+from sftplay.launch.nccl import nccl_environment
 from sftplay.launch.processes import Death
 from sftplay.launch.run_folder import RunFolder, new_folder
-from sftplay.machine.probe import Gpu, Machine, probe, recomputation_arguments
+from sftplay.machine.probe import Gpu, Machine, probe
+from sftplay.model.recomputation import recomputation_arguments
 from sftplay.plan.sizing import size_run
 from sftplay.reward.reward_set import RewardSet, combined
 from sftplay.reward.table import judges_form

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from processes import HANG_S
 
 from sftplay import install
-from sftplay.machine.probe import OLDEST
+from sftplay.machine.releases import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 

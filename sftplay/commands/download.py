@@ -12,7 +12,7 @@ from typing import Any
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command import cache_environment, quiet_environment
-from sftplay.machine.probe import hub_client
+from sftplay.machine.releases import hub_client
 from sftplay.model.hub import CONNECT_S, first_line, unreachable
 from sftplay.model.source import PICKLE_FIX, is_hub_shaped, is_local
 from sftplay.runs.inputs import ask_hub

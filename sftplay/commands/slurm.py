@@ -1,4 +1,4 @@
-"""The verbs `submit`, `status`, `logs`, `cancel` and `job-file`: a run as a job of a cluster."""
+"""The verbs `submit`, `status`, `logs` and `cancel`: a run as a job of a cluster."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftplay import log
-from sftplay.atomic import check_new_file, write_text
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
-from sftplay.launch.job_files import job_text
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm.request import JobRequest
 from sftplay.launch.slurm.scheduler import JOB_FILE
 from sftplay.runs import submit as submitting
-from sftplay.runs.submit import as_text, describe, plan_job
+from sftplay.runs.submit import as_text, describe
 from sftplay.runs.submit import cancel as cancel_job
 
 
@@ -101,20 +99,3 @@ def _output(args: Namespace) -> Path:
         what = f"{args.verb} has no config to set {args.overrides[0]!r} in"
         raise ConfigError(what, where="command line", fix="leave it out, or name the config with CONFIG=")
     return Path(load_config(args.config, args.overrides).output_dir if args.config else "outputs")
-
-
-def job_file(args: Namespace) -> int:
-    """`job-file`: print the file, or write it to --out."""
-    job = plan_job(args)
-    text = job_text(args.kind, job)
-    if args.out:
-        check_new_file(Path(args.out))
-        write_text(Path(args.out), text)
-    if args.json:
-        facts = {"kind": args.kind, "name": job.name, "nodes": job.nodes, "gpus": job.gpus, "gpu": job.gpu}
-        print(json.dumps({**facts, "out": args.out, "text": text}))
-    elif args.out:
-        log.say(f"{args.out}: {job.nodes} node(s) with {job.gpus} x {job.gpu}", "job-file")
-    else:
-        print(text, end="")
-    return 0

@@ -6,12 +6,12 @@ import os
 from argparse import Namespace
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, SftplayError
-from sftplay.launch.nodes import Rendezvous
 from sftplay.launch.run_folder import RunFolder, has_begun, new_folder
 from sftplay.log import CLUSTER_NAMES
 from sftplay.machine.probe import probe
@@ -28,6 +28,9 @@ from sftplay.runs.start import (
     write_plan,
 )
 from sftplay.runs.strategy_setup import with_deepspeed
+
+if TYPE_CHECKING:
+    from sftplay.launch.nodes import Rendezvous
 
 
 def train(args: Namespace) -> int:

@@ -5,7 +5,7 @@ It translates; it decides nothing about what is valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from sftplay.config.keys import (
 )
 from sftplay.config.layers import KeyPath, Layer, LocatedProblem, SourceLocation, scalar, walk
 from sftplay.config.manual import accepts, described, list_choices
-from sftplay.config.other_kits import CLUSTER_KEYS, OTHER_KITS, REFUSED_CHOICES, action_for, find_key, keys_below
 from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names
 
 _MEANT = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
@@ -41,8 +40,7 @@ class _Explanation(NamedTuple):
 def translated(error: ValidationError, merged: Layer, *, file: str) -> list[LocatedProblem]:
     """Return a problem for each key that pydantic refuses; `file` is named for keys that are missing."""
     refused, nowhere = _by_key(error.errors(), merged.values), SourceLocation(0, 0, file)
-    named = (path for path, kind in refused.items() if kind == "extra_forbidden")
-    unknown = (key for path in named for key in keys_below(path, _value_at(path, merged.values)))
+    unknown = (key for path, kind in refused.items() if kind == "extra_forbidden" for key in _keys_below(path, merged))
     # A problem looks for near names, which takes a millisecond: only those that are shown do.
     problems = [
         _problem(key, merged.find_location_within(key) or nowhere, explanation=_unknown(key))
@@ -91,6 +89,12 @@ def _by_key(errors: Iterable[Any], values: dict[str, Any]) -> dict[KeyPath, str]
     return {path: kind for path, kind in found.items() if path not in lists}
 
 
+def _keys_below(path: KeyPath, merged: Layer) -> Iterator[KeyPath]:
+    from sftplay.config.other_kits import keys_below
+
+    return keys_below(path, _value_at(path, merged.values))
+
+
 def _value_at(path: KeyPath, values: Any) -> Any:
     for part in path:
         values = values[part]
@@ -98,6 +102,8 @@ def _value_at(path: KeyPath, values: Any) -> Any:
 
 
 def _unknown(path: KeyPath) -> _Explanation:
+    from sftplay.config.other_kits import action_for, find_key, read_foreign_keys
+
     inside, name, dotted = _dotted(path[:-1]), str(path[-1]), _dotted(path)
     section = section_at(tuple(part for part in path[:-1] if isinstance(part, str)))
     siblings = list(section.model_fields) if section else []
@@ -111,11 +117,12 @@ def _unknown(path: KeyPath) -> _Explanation:
         return _Explanation(what, removed)
     if guide_action := action_for(path):
         return _Explanation(f"{name!r} is the name of a guide", f"write {guide_action}", [find_key(guide_action)])
-    if inside == "cluster" and name in CLUSTER_KEYS:
-        return _Explanation(f"{name!r} is another kit's name", CLUSTER_KEYS[name])
+    foreign = read_foreign_keys()
+    if inside == "cluster" and name in foreign.cluster:
+        return _Explanation(f"{name!r} is another kit's name", foreign.cluster[name])
     if homes := [home for home in all_homes().get(name, []) if home != dotted]:
         return _Explanation(what, f"it belongs elsewhere: write {' or '.join(homes)}", homes)
-    if action := OTHER_KITS.get(_plain(name)):
+    if action := foreign.names.get(_plain(name)):
         return _Explanation(f"{name!r} is another kit's name", f"write {action}", [find_key(action)])
     if near := nearest_names(_plain(name), [*siblings, *(() if inside else ("include",))]):
         return _Explanation(what, f"did you mean {near[0]!r}?", [f"{inside}.{known}".lstrip(".") for known in near])
@@ -147,7 +154,9 @@ def _wrong_value(path: KeyPath, values: Any) -> _Explanation:
         return _Explanation(f"{_as_yaml(value)} stands where a section belongs", fix)
     node = node_at(key)
     if isinstance(value, str):
-        if refused := REFUSED_CHOICES.get((key, _plain(value))):
+        from sftplay.config.other_kits import read_foreign_keys
+
+        if refused := read_foreign_keys().choices.get(key, {}).get(_plain(value)):
             return _Explanation(f"{value!r} {refused[0]}", refused[1])
         if choices := list_choices(node):
             return _wrong_word(key, value, choices=choices, in_list=isinstance(path[-1], int))

@@ -23,8 +23,8 @@ from sftplay.data.pipeline import Examples
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.data.render.render import Renderer
 from sftplay.generate.generate import Generator, answer_all
-from sftplay.machine.probe import nothing_recomputed
 from sftplay.model.out_of_memory import AdaptiveBatches
+from sftplay.model.recomputation import nothing_recomputed
 from sftplay.reward.table import missing_column
 
 

@@ -20,7 +20,8 @@ from typing import Any, Literal
 from sftplay.machine.gpu import Gpu, physical_ram_bytes
 from sftplay.machine.gpu_info import holders, label
 from sftplay.machine.ports import HOST, RENDEZVOUS_PORT, bound_port
-from sftplay.machine.probe import Machine, ask_torch, compiler_remedy, find_compiler_problem, installed_version
+from sftplay.machine.probe import Machine, ask_torch, compiler_remedy, find_compiler_problem
+from sftplay.machine.releases import installed_version
 from sftplay.places import cache_root
 from sftplay.units import GIB, format_bytes
 

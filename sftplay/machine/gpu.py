@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 ROOT = Path("/")
 
+ALL_HIDDEN = "CUDA_VISIBLE_DEVICES hides every GPU"
+
 UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 

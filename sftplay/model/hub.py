@@ -30,7 +30,7 @@ def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
         check_source(name, where)
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
-    from sftplay.machine.probe import hub_client
+    from sftplay.machine.releases import hub_client
 
     cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
     try:
@@ -70,7 +70,7 @@ def fetch_weights(name: str, revision: str | None) -> None:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    from sftplay.machine.probe import hub_client
+    from sftplay.machine.releases import hub_client
 
     with suppress(hub_client().HTTPError, OSError, ValueError, KeyError):
         # transformers looks for weights in one file, or in the list of its parts.

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,13 +21,14 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError, RunError
 from sftplay.log import local_rank, status, world_size
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
-from sftplay.model.embedding_rows import add_rows
-from sftplay.model.new_tokens import NewToken, add_to
 from sftplay.model.source import locate
 from sftplay.model.start_point import describe_origin, resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import frozen_dtype, open_model
 from sftplay.units import format_bytes
+
+if TYPE_CHECKING:
+    from sftplay.model.new_tokens import NewToken
 
 
 def keep_base(cfg: RunConfig, folder: Path, *, dtype: torch.dtype, new_tokens: Sequence[NewToken] = ()) -> Path:
@@ -36,6 +37,9 @@ def keep_base(cfg: RunConfig, folder: Path, *, dtype: torch.dtype, new_tokens: S
     That is the merged start in `dtype`, or the base as it is stored; either with rows for `new_tokens`. It appears
     under its name only when it is complete; of several processes one makes it and the others wait.
     """
+    from sftplay.model.embedding_rows import add_rows
+    from sftplay.model.new_tokens import add_to
+
     target = folder / "base"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".base.lock"):

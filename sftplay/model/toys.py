@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,82 +17,35 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from sftplay.atomic import whole_folder
 
 
-@torch.no_grad()
-def set_induction_heads(model: LlamaForCausalLM, *, rope_theta: float) -> None:
-    """Set the first three heads of two layers so that together they continue a text that repeats itself.
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides the weights of a built-in model, except the shipped text."""
 
-    This is the induction circuit of Olsson et al. 2022 (In-context Learning and Induction Heads): layer 0 writes down
-    which token came one and two places before; layer 1 looks for earlier places that followed the present token, and
-    passes on their tokens. Models of this size find it only after some millions of tokens, more than fit in a minute;
-    from this start, training adapts it to the text. The figures were found by trial, they are starting values only.
-    """
+    vocab_size: int = 768
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    layers: int = 4
+    heads: int = 4
+    max_position_embeddings: int = 2048
+    steps: int = 300
+    rows: int = 16
+    """Windows of text in a step."""
 
-    def set_head(layer: int, head: int, *, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Set the weights of one head: query, key and value [width, size], output [size, width]."""
-        attention = model.model.layers[layer].self_attn
-        rows = slice(head * width, (head + 1) * width)
-        attention.q_proj.weight[rows] = query
-        attention.k_proj.weight[rows] = key
-        attention.v_proj.weight[rows] = value
-        attention.o_proj.weight[:, rows] = output
+    tokens: int = 96
+    """Tokens in a window."""
 
-    size, width = model.config.hidden_size, model.config.hidden_size // model.config.num_attention_heads
-    half, embedding_std = width // 2, 0.5
-    embeddings = model.model.embed_tokens.weight.normal_(0, embedding_std)
-    embeddings[:, 0] = 4 * embedding_std  # a constant by which a head can attend by position
-    model.model.norm.weight.fill_(0.1)  # keeps the first logits small although the embeddings are large
-    rotated = torch.zeros(size, size)
-    rotated[1:, 1:] = torch.linalg.qr(torch.randn(size - 1, size - 1))[0]
-    content = rotated[1:].split(width)  # rows: directions of what a token is
-    written = torch.linalg.qr(torch.randn(size, size))[0].split(width)  # rows: where layer 0 notes earlier tokens
-    turns = rope_theta ** (-torch.arange(half) / half)  # radians a place, as rotary embeddings turn each pair
-    fast = 1.9 * (torch.arange(half) < half * 3 // 8)
-    slow = 3.0 * (torch.arange(half) >= half // 2).repeat(2).unsqueeze(1)
-    for head, (places, what) in enumerate([(1, 0), (1, 1), (2, 0)]):
-        query, key = torch.zeros(width, size), torch.zeros(width, size)
-        key[:half, 0] = fast
-        query[:, 0] = torch.cat([fast * torch.cos(places * turns), -fast * torch.sin(places * turns)])
-        output = embedding_std * written[head].T
-        set_head(0, head, query=query, key=key, value=content[what], output=output)
-    matches = [(content[0], written[0]), (content[1], written[1]), (written[0], written[2])]
-    for head, (query, key) in enumerate(matches):
-        output = 8 * embedding_std * content[head].T
-        set_head(1, head, query=slow * query, key=slow * key, value=content[head], output=output)
+    learning_rate: float = 0.01
+    """Peak of Muon, for the matrices inside the layers."""
 
+    embedding_learning_rate: float = 6e-3
+    """Peak of AdamW, for embeddings and norms."""
 
-class Muon(torch.optim.Optimizer):
-    """Momentum with Nesterov's step, made orthogonal; for matrices only.
+    practice_share: float = 0.8
+    """Share of the windows sampled from practice.txt; the other texts share the rest."""
 
-    The formulas and defaults are torch.optim.Muon's (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
-    """
-
-    def __init__(self, params: Iterable[Tensor], *, lr: float, momentum: float = 0.95) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update each matrix that has a gradient."""
-        loss = closure() if closure else None
-        for group in self.param_groups:
-            for matrix in (weight for weight in group["params"] if weight.grad is not None):
-                average = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
-                average.lerp_(matrix.grad, 1 - group["momentum"])
-                direction = orthogonal(matrix.grad.lerp(average, group["momentum"]))
-                rows, columns = matrix.shape
-                matrix.add_(direction, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
-        return loss
-
-
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Return about U V^T of the matrix's U S V^T, with singular values from 0.7 to 1.2, by five Newton-Schulz steps."""
-    a, b, c = 3.4445, -4.7750, 2.0315  # of the quintic step, as in torch 2.13, torch/optim/_muon.py
-    is_tall = matrix.size(0) > matrix.size(1)
-    found = matrix.T if is_tall else matrix
-    found = found / found.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if is_tall else found
+    seed: int = 7
+    version: int = 2
+    """Raised when the training in this file changes, so that older caches are not taken for new ones."""
 
 
 BASE = 5

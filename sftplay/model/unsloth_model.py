@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from sftplay import log
-from sftplay.config.other_kits import kit_answer
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, machine_refusal
-from sftplay.machine.probe import recomputation
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
 from sftplay.model.failures import announce_trust, explain_failure, refusing
 from sftplay.model.hub import check_reachable, first_line, quieten_hub
+from sftplay.model.recomputation import recomputation
 from sftplay.model.weights import frozen_dtype, keep_four_bit_exact
 
 
@@ -129,6 +128,8 @@ def check_arguments(given: dict[str, Any], taken: Any) -> None:
         found = getattr(taken, key)
         found = getattr(found, "value", found)
         if key in given and found != given[key]:
+            from sftplay.config.other_kits import kit_answer
+
             answer = kit_answer(key)
             assert answer, f"{key} is decided by no key"
             what = f"unsloth turns {key} from {given[key]} into {found} on this machine"

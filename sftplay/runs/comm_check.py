@@ -12,7 +12,8 @@ from typing import Any
 from sftplay.atomic import read_object
 from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
-from sftplay.launch.command import WORKER, Launch, Scale, build_launch, list_interfaces, nccl_environment
+from sftplay.launch.command import WORKER, Launch, Scale, build_launch
+from sftplay.launch.nccl import list_interfaces, nccl_environment
 from sftplay.machine.probe import Machine
 from sftplay.model.start_point import resolve_names
 from sftplay.places import cache_root

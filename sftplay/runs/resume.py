@@ -6,7 +6,7 @@ import json
 import math
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sftplay import log
 from sftplay.atomic import write_text
@@ -17,13 +17,15 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.checkpoints import list_checkpoints, read_marker
 from sftplay.launch.command import Scale
-from sftplay.launch.nodes import Rendezvous
 from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs.inputs import check_inputs
 from sftplay.runs.start import build_command, print_command, read_scale, run_workers, size, split_rows, write_plan
+
+if TYPE_CHECKING:
+    from sftplay.launch.nodes import Rendezvous
 
 
 def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | None = None) -> int:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sftplay import log
 from sftplay.atomic import write_text
@@ -24,7 +24,6 @@ from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.follow import FolderGone, follow
-from sftplay.launch.nodes import Rendezvous
 from sftplay.launch.processes import cause_of_death
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder, name_taken
 from sftplay.log import is_terminal
@@ -45,6 +44,9 @@ from sftplay.runs.strategy_setup import (
     with_accumulation,
 )
 from sftplay.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from sftplay.launch.nodes import Rendezvous
 
 
 def run_workers(
@@ -157,7 +159,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     )
     env = {**launch.env, **gpu_settings(cfg, machine, processes=scale.world_size)}
     if scale.world_size > 1:
-        from sftplay.launch.command import list_interfaces, nccl_environment
+        from sftplay.launch.nccl import list_interfaces, nccl_environment
 
         env |= nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
     return replace(launch, env=env)

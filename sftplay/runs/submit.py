@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from argparse import Namespace
@@ -20,19 +19,15 @@ from sftplay.config.resolved import dump_given
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, SftplayError
 from sftplay.launch.generation_server import starts_server
-from sftplay.launch.job_files import ClusterJob
 from sftplay.launch.run_folder import RunFolder, find_run, has_begun, new_folder
 from sftplay.launch.slurm import scheduler
 from sftplay.launch.slurm.job import run_job
 from sftplay.launch.slurm.request import JobRequest, in_our_names, job_file
 from sftplay.launch.slurm.scheduler import CONFIG, JOB_FILE, JOBS, LOCK, JobFolder, add_job, newest_job
-from sftplay.machine.probe import VLLM_INSTALL, Gpu, probe
-from sftplay.model.start_point import resolve_names
-from sftplay.plan.devices import find_card, parse_fleet
-from sftplay.plan.sizing import size_run, split_batch
-from sftplay.runs.inputs import check_inputs, known_lengths, known_shape, load_checked, needs_no_hub
+from sftplay.machine.releases import VLLM_INSTALL
+from sftplay.plan.sizing import split_batch
+from sftplay.runs.inputs import check_inputs, needs_no_hub
 from sftplay.runs.start import refuse_restarts
-from sftplay.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -174,41 +169,6 @@ def all_jobs(output: Path) -> list[JobFolder]:
     records = sorted(output.absolute().glob(f"*/{JOBS}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     folders = [path.parent for path in records if not path.parent.is_symlink()]  # `latest` is one of them
     return [job for folder in folders if (job := newest_job(folder))]
-
-
-def plan_job(args: Namespace) -> ClusterJob:
-    """Return the job, for the GPUs that were named, else for those of this machine. Raise ConfigError where no GPU is
-    known to plan for or the effective batch cannot be split, and MachineError where the run does not fit those GPUs.
-    """
-    cfg = load_checked(args.config, args.overrides, asks_hub=False)
-    refuse_restarts(cfg, nnodes=args.nodes)
-    here = probe()
-    if args.gpus:
-        count, card = parse_fleet(args.gpus, "--gpus (GPUS=)")
-    else:
-        found = find_card(here.gpus[0].name) if here.gpus else None
-        if found is None:
-            fix = "name those of one node: GPUS=2xH200"
-            raise ConfigError("there is no GPU here to plan the job for", where="--gpus (GPUS=)", fix=fix)
-        count, card = len(here.gpus), found
-    gpus = tuple(Gpu(i, card.name, card.total_bytes, card.total_bytes, card.capability) for i in range(count))
-    machine, resolved = replace(here, gpus=gpus, gpu_reason=""), resolve_names(cfg)
-    sized = size_run(
-        resolved, machine, world_size=args.nodes * count, shape=known_shape(resolved), local_processes=count,
-        lengths=known_lengths(resolved),
-    )  # fmt: skip
-    forecast = sized.forecast
-    if forecast is not None and forecast.verdict == "does_not_fit":
-        what = f"takes {format_bytes(forecast.peak_bytes)} of {format_bytes(forecast.budget_bytes)} on each {card.name}"
-        raise MachineError(what, where=args.config, fix=f"make plan CONFIG={args.config} GPUS={count}x{card.name}")
-    name = cfg.run_name or Path(args.config).stem
-    tidy = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
-    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", tidy):  # what all three tools take as a name
-        raise ConfigError(f"{name!r} makes no name of a job", where="run_name", fix="begin it with a letter")
-    return ClusterJob(
-        name=tidy, config=args.config, overrides=tuple(args.overrides), nodes=args.nodes, gpus=count, gpu=card.name,
-        gpu_bytes=card.total_bytes, output_dir=cfg.output_dir, image=args.image,
-    )  # fmt: skip
 
 
 def describe(job: JobFolder) -> dict[str, Any]:

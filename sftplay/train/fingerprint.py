@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -20,12 +20,14 @@ from sftplay.config.run import RunConfig
 from sftplay.config.section import find_spec
 from sftplay.data.render.render import Renderer
 from sftplay.machine.probe import probe
-from sftplay.model.new_tokens import NewToken
 from sftplay.model.source import locate
 from sftplay.model.weights_digest import weights_digest, weights_digests
 from sftplay.places import ROOT
 from sftplay.train.setup import RunSetup
 from sftplay.train.task import Rows
+
+if TYPE_CHECKING:
+    from sftplay.model.new_tokens import NewToken
 
 BATCH_ROWS = 1000
 

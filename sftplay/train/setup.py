@@ -16,7 +16,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.errors import MachineError
 from sftplay.launch.run_folder import EXPECTS_GPU, RunFolder
-from sftplay.machine.probe import as_named_here, recomputation_arguments
+from sftplay.model.recomputation import as_named_here, recomputation_arguments
 from sftplay.train.micro_batches import MicroBatcher
 from sftplay.train.task import RowOrder
 from sftplay.units import format_count

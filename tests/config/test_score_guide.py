@@ -12,7 +12,7 @@ import yaml
 
 from sftplay.config.keys import all_keys, all_sections
 from sftplay.config.load import load_config
-from sftplay.config.other_kits import SECTIONS, find_key
+from sftplay.config.other_kits import find_key, read_foreign_keys
 from sftplay.errors import ConfigErrors
 
 ROOT = Path(__file__).parents[2]
@@ -84,16 +84,16 @@ def test_every_key_of_its_yaml_is_answered_with_a_key_of_ours_and_listed(tmp_pat
             assert problem.fix.startswith("write ")
             assert re.match(r".*block\d\.yaml:\d+ ", problem.where)
         seen |= wanted
-    assert seen == known == {f"{name}.{key}" for name, keys in SECTIONS.items() for key in keys}
+    assert seen == known == {f"{name}.{key}" for name, keys in read_foreign_keys().guides.items() for key in keys}
 
 
 def test_every_answer_begins_with_a_key_that_exists():
     names = {*all_keys(), *all_sections()}
-    assert {find_key(action) for keys in SECTIONS.values() for action in keys.values()} <= names
-    assert not set(SECTIONS) & names
+    assert {find_key(action) for keys in read_foreign_keys().guides.values() for action in keys.values()} <= names
+    assert not set(read_foreign_keys().guides) & names
 
 
-ANSWERS = sorted({action for keys in SECTIONS.values() for action in keys.values()})
+ANSWERS = sorted({action for keys in read_foreign_keys().guides.values() for action in keys.values()})
 VALUE = re.compile(r"([a-z_]+(?:\.\w+)+): (\w+)(?=[,;]|$| and )")
 """A key with a value to write as it stands."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from sftplay.config.cluster import ClusterConfig
 from sftplay.config.load import load_config
-from sftplay.config.other_kits import CLUSTER_KEYS
+from sftplay.config.other_kits import read_foreign_keys
 from sftplay.errors import ConfigErrors
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def test_every_block_of_python_has_a_row():
 
 
 def test_answers_are_for_keys_that_are_none_of_ours():
-    assert not set(CLUSTER_KEYS) & set(ClusterConfig.model_fields)
+    assert not set(read_foreign_keys().cluster) & set(ClusterConfig.model_fields)
 
 
 def test_limit_of_a_collective_is_accepted_as_the_guide_writes_it(load):

@@ -8,17 +8,11 @@ import pytest
 
 from sftplay.config import other_kits as trl_arguments
 from sftplay.config.keys import all_keys
-from sftplay.config.other_kits import (
-    OTHER_KITS,
-    WITHOUT_KEY,
-    WITHOUT_MEANING,
-    config_fields,
-    config_kinds,
-    kit_answer,
-)
+from sftplay.config.other_kits import config_fields, config_kinds, kit_answer, read_foreign_keys
 from sftplay.config.run import RunConfig
 from sftplay.tasks.grpo.task import grpo_arguments
 
+FOREIGN = read_foreign_keys()
 GRPO = "task_mode: grpo\nrewards: [{name: answer, use: exact_match}]\n"
 SIZED = {"model": {"name": "builtin:tiny"}, "train": {"batch_size": 4, "grad_accum": 8}}
 
@@ -27,7 +21,7 @@ def test_every_answer_names_a_key_that_exists():
     answers = [answer for name in config_fields("SFTConfig") if (answer := kit_answer(name))]
     assert {answer.key for answer in answers} <= {"", *all_keys()}
     assert len([answer for answer in answers if answer.key]) >= 50
-    assert not set(OTHER_KITS) & set(WITHOUT_KEY)
+    assert not set(FOREIGN.names) & set(FOREIGN.without_key)
 
 
 @pytest.mark.slow
@@ -53,7 +47,7 @@ def test_every_answer_to_an_argument_of_grpo_names_a_key_that_exists():
     fields = config_fields("GRPOConfig")
     answers = {name: answer for name in fields if (answer := kit_answer(name, draws=True))}
     assert {answer.key for answer in answers.values()} <= {"", *all_keys()}
-    assert set(WITHOUT_MEANING) <= fields
+    assert set(FOREIGN.without_meaning) <= fields
     # Every argument that the kit passes to GRPOConfig is answered with its key.
     assert set(grpo_arguments(RunConfig.model_validate(SIZED))) <= set(answers)
 
@@ -95,14 +89,14 @@ def test_a_field_that_only_grpo_has_is_taken_in_its_extra(load, refusals):
 
 
 def test_labels_and_a_moving_reference_have_no_place_in_grpo(refusals):
-    for name in WITHOUT_MEANING:
+    for name in FOREIGN.without_meaning:
         (problem,) = refusals(f"{GRPO}grpo: {{extra: {{{name}: 1}}}}\n")
         assert problem.fix == "remove it"
 
 
 def test_the_table_of_what_the_kit_sets_holds_no_name_that_trl_never_had():
     # Names of the other supported releases, which the pinned one lacks.
-    assert set(WITHOUT_KEY) - config_fields("SFTConfig") <= {"dataloader_shuffle", "group_by_length"}
+    assert set(FOREIGN.without_key) - config_fields("SFTConfig") <= {"dataloader_shuffle", "group_by_length"}
 
 
 @pytest.mark.parametrize(

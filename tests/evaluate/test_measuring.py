@@ -21,7 +21,7 @@ from sftplay.data.pipeline import load_examples
 from sftplay.evaluate import evaluate as measuring
 from sftplay.evaluate.evaluate import evaluate, evenly_spaced, held_out_loss, ready_to_answer, score_answers
 from sftplay.generate.generate import Generator, answer_all, stream_answer
-from sftplay.machine.probe import is_recomputing, recomputation
+from sftplay.model.recomputation import is_recomputing, recomputation
 
 END = 2
 """Id of <|im_end|> in the tiny tokenizer."""

@@ -10,7 +10,8 @@ import pytest
 
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigErrors
-from sftplay.launch.command import DUMPS, Scale, nccl_environment
+from sftplay.launch.command import Scale
+from sftplay.launch.nccl import DUMPS, nccl_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing import size_run

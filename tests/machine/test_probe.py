@@ -14,7 +14,8 @@ import recorded_driver as driver
 
 from sftplay.machine import gpu as ram
 from sftplay.machine import probe as probes
-from sftplay.machine.probe import Present, choose, find_gpus, library_versions, other_accelerators, probe, usable_cores
+from sftplay.machine.nvml import Present, choose
+from sftplay.machine.probe import find_gpus, library_versions, other_accelerators, probe, usable_cores
 
 GIB, MIB = 2**30, 2**20
 MACHINE = {

@@ -16,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from benchmarks import gpu_speed
 from sftplay.config.load import load_config
 from sftplay.config.run import LoraConfig
-from sftplay.machine.probe import as_named_here, hub_client, recomputation, recomputation_arguments
+from sftplay.machine.releases import hub_client
 from sftplay.model.adapter import add_adapter
+from sftplay.model.recomputation import as_named_here, recomputation, recomputation_arguments
 from sftplay.tasks.grpo.task import PAGE_TOKENS, grpo_arguments
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -61,8 +61,8 @@ def installed(monkeypatch):
             raise metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(unsloth.metadata, "version", version)
-    monkeypatch.setattr(unsloth.metadata, "requires", REQUIRES.get)
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "requires", REQUIRES.get)
     monkeypatch.setattr(unsloth, "find_spec", lambda name: object() if "unsloth" in versions else None)
     monkeypatch.delenv("UNSLOTH_DISABLE_CPU_FALLBACK", raising=False)
     return versions

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from sftplay.errors import ConfigError, MachineError
-from sftplay.model import builtin
+from sftplay.model import base_training, builtin
 
 QUICK = builtin.Recipe(vocab_size=400, hidden_size=16, intermediate_size=32, layers=1, heads=1, steps=2, rows=2)
 CHAT = [
@@ -142,8 +142,7 @@ def ensure_shipped(cache_dir: Path, text_dir: Path = builtin.TEXT_DIR) -> tuple[
 
 
 def test_nothing_is_trained_for_the_shipped_base(tmp_path, monkeypatch):
-    for name in ("train_tokenizer", "_train_base", "make_base"):
-        monkeypatch.setattr(builtin, name, lambda *_, **__: pytest.fail("the base is trained"))
+    monkeypatch.setattr(base_training, "make_base", lambda *_, **__: pytest.fail("the base is trained"))
     folder, said = ensure_shipped(tmp_path)
     assert said == []
     shipped = builtin.TEXT_DIR / "tiny" / "model.safetensors"

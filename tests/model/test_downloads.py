@@ -22,7 +22,7 @@ from processes import HANG_S
 
 from sftplay.config.run import ModelConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.probe import hub_client
+from sftplay.machine.releases import hub_client
 from sftplay.model import hub
 from sftplay.model.hub import check_reachable, first_line
 from sftplay.model.load import load_base

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sftplay.model.toys import Muon
+from sftplay.model.base_training import Muon
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])

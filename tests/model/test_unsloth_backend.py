@@ -19,8 +19,8 @@ from unsloth_stand_in import FastLanguageModel, as_module
 
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.probe import recomputation
 from sftplay.model.load import load_start, start_adapter
+from sftplay.model.recomputation import recomputation
 from sftplay.model.unsloth_model import check_arguments
 
 ROOT = Path(__file__).resolve().parents[2]

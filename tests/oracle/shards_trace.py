@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oracle.live_bytes import LiveBytes
 from oracle.score_update import batch_of_zeros, optimizer_with_state
 from sftplay import log
-from sftplay.machine.probe import recompute
+from sftplay.model.recomputation import recompute
 from sftplay.tasks.score.losses import score_actions
 from sftplay.tasks.score.placement import Layout
 from sftplay.tasks.score.role_models import RoleModels

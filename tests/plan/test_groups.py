@@ -17,7 +17,8 @@ from trl import import_utils as trl_imports
 
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.probe import Gpu, Machine, recomputation_arguments
+from sftplay.machine.probe import Gpu, Machine
+from sftplay.model.recomputation import recomputation_arguments
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.report import estimate_workload
 from sftplay.plan.sizing import size_run
@@ -205,7 +206,7 @@ def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
 def test_a_vllm_that_trl_does_not_take_is_refused_by_name(monkeypatch, release, is_taken):
     """The bounds are those of `is_vllm_available` in trl 1.16, which only warns."""
     monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
-    monkeypatch.setattr("sftplay.machine.probe.version", lambda name: release)
+    monkeypatch.setattr("sftplay.machine.releases.version", lambda name: release)
     monkeypatch.setattr(trl_imports, "_is_package_available", lambda *_, **__: (True, release))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

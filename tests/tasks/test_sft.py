@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from sftplay.data.order import training_order
 from sftplay.errors import DataError
-from sftplay.machine.probe import is_recomputing
+from sftplay.model.recomputation import is_recomputing
 
 MODES = ("full", "lora", "qlora")
 RATES = {"full": 0.01, "lora": 0.05, "qlora": 0.05}

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.doctor import is_within
-from sftplay.machine.probe import VLLM_INSTALL, Machine, vllm_problem
+from sftplay.machine.probe import Machine
+from sftplay.machine.releases import VLLM_INSTALL, vllm_problem
 from sftplay.plan.activations import FP32, head_in_forward, inner_bytes, stream_bytes
 from sftplay.plan.decisions import Decision, Decisions
 from sftplay.plan.forecast import Forecast, Hardware, Setting, forecast, with_loading

@@ -17,7 +17,7 @@ from sftplay.evaluate.rewarded import evaluate_prompts
 from sftplay.launch.generation_server import DEFAULT_URL, URL
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
-from sftplay.machine.probe import page_argument
+from sftplay.machine.releases import page_argument
 from sftplay.tasks.grpo.sampling import PromptRows, SamplingMixin, find_run_order, send_copies
 from sftplay.tasks.grpo.scoring import KeepDraws, RewardScorer
 from sftplay.tasks.grpo.watch import EvaluatePrompts, SignalHealth, WatchBaseWeights

@@ -19,8 +19,8 @@ from transformers import TrainingArguments, set_seed
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
-from sftplay.machine.probe import recomputation_arguments
 from sftplay.model.adapter import describe_parameters
+from sftplay.model.recomputation import recomputation_arguments
 from sftplay.model.weights_digest import weights_digest
 from sftplay.tasks.hrm.measuring import EvaluatePuzzles, StopWhenLearned
 from sftplay.tasks.hrm.network import ALL_ROWS, Grid, PuzzleModel, TableShare, load_published, save_model

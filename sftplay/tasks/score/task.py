@@ -13,7 +13,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import prepare_prompts, prompts_table
 from sftplay.evaluate.evaluate import evenly_spaced
 from sftplay.launch.run_folder import RunFolder
-from sftplay.machine.probe import recompute
+from sftplay.model.recomputation import recompute
 from sftplay.tasks.score.episode_rewards import RewardScorer
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.finished import FinishedRoleModels, measure_ablation, open_role_models

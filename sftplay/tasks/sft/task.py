@@ -13,7 +13,6 @@ from sftplay.data.pipeline import load_examples
 from sftplay.data.row_outcomes import report_table
 from sftplay.evaluate.evaluate import evaluate
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.unsloth_model import check_arguments
 from sftplay.report.sample import write_masked_sample
 from sftplay.train.exact_batch import ExactBatchMixin
 from sftplay.train.fingerprint import describe_renderer
@@ -67,6 +66,8 @@ def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
         dataset_kwargs={"skip_prepare_dataset": True},
     )
     if cfg.tuning.backend == "unsloth":
+        from sftplay.model.unsloth_model import check_arguments
+
         check_arguments(parts.arguments, config)
     trainer = WindowedSFTTrainer(
         parts.step,

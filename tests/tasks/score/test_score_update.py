@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from sftplay.machine.probe import recompute
+from sftplay.model.recomputation import recompute
 from sftplay.model.toys import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.losses import ActionBatch, score_actions
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, RoleModels
