@@ -56,18 +56,6 @@ def plain_answer(model: Any, tokenizer: Any, prompt: list[int], tokens: int, end
     return tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 16])
-def test_answers_come_in_order_and_do_not_depend_on_their_neighbours(
-    batch_size: int, model: Any, tokenizer: Any, prompts: list[list[int]]
-):
-    expected = [plain_answer(model, tokenizer, prompt, 12, {END}) for prompt in prompts]
-    assert len(set(expected)) == len(prompts)
-    heard: list[int] = []
-    actual = answer_all(Generator(model, tokenizer, [END], 12), prompts, batch_size=batch_size, progress=heard.append)
-    assert actual == expected
-    assert heard[-1] == len(prompts)
-
-
 def test_answer_ends_at_any_of_the_end_tokens(model: Any, tokenizer: Any, prompts: list[list[int]]):
     with torch.no_grad():
         out = model.generate(torch.tensor([prompts[2]]), max_new_tokens=12, do_sample=False, eos_token_id=399)
@@ -81,10 +69,7 @@ def test_answer_ends_at_any_of_the_end_tokens(model: Any, tokenizer: Any, prompt
     "shipped",
     [
         {"repetition_penalty": 5.0},
-        {"no_repeat_ngram_size": 1},
         {"do_sample": True, "temperature": 5.0, "top_k": 400},
-        {"num_beams": 3},
-        {"suppress_tokens": list(range(3, 380))},
         {"min_new_tokens": 12},
     ],
 )
@@ -175,15 +160,6 @@ def test_metrics_are_those_of_their_libraries():
     rouge = RougeScorer(["rougeL"], use_stemmer=False)
     assert means["rouge_l"] == pytest.approx(sum(rouge.score(r, a)["rougeL"].fmeasure for a, r in pairs) / 5)
     assert means["chrf"] == pytest.approx(sum(CHRF().sentence_score(a, [r]).score for a, r in pairs) / 500)
-
-
-def test_metrics_by_hand():
-    # ROUGE-L of "a b c" and "a x c": the common subsequence is "a c", precision and recall 2/3.
-    means, _ = score_answers(["a b c"], ["a x c"], metrics=["rouge_l"])
-    assert means == {"rouge_l": pytest.approx(2 / 3)}
-    means, _ = score_answers(["same words", "abc"], ["same words", "xyz"], metrics=["chrf", "rouge_l"])
-    assert means == {"chrf": pytest.approx(0.5), "rouge_l": pytest.approx(0.5)}
-    assert score_answers([], [], metrics=["exact_match"]) == ({"exact_match": 0.0}, [])
 
 
 def test_limit_takes_rows_evenly_from_the_whole_set():

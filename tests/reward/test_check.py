@@ -22,6 +22,7 @@ from sftplay.sandbox.choose import SAFE, find_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [path for path in sorted(ROOT.glob("configs/*.yaml")) if "\nrewards:" in path.read_text()]
+assert len(CONFIGS) >= 2
 needs_boxes = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
 CASES = [Case(f"#### {n}", {"answer": f"#### {n}"}) for n in (3, 14, 159, 26)]
@@ -209,10 +210,6 @@ def test_every_shipped_config_has_rewards_that_can_tell(path, monkeypatch, capsy
     assert {each["verdict"] for each in json.loads(capsys.readouterr().out.splitlines()[-1])} == {"ok"}
 
 
-def test_configs_with_rewards_are_shipped():
-    assert len(CONFIGS) >= 2
-
-
 ROWS = [{"prompt": f"{n} + 1 =", "answer": f"{n + 1}"} for n in range(6)]
 
 
@@ -291,18 +288,12 @@ def test_a_config_without_rewards_is_refused(tmp_path, capsys):
     ("reward", "said"),
     [
         ({"use": "math", "name": "a b"}, r"'a b' is not text that matches \^\[A-Za-z0-9_-\]"),
-        ({"use": "exact_mach"}, "there is no reward 'exact_mach'"),
         ({"use": "regex"}, "needs the option pattern"),
         ({"use": "code_tests", "options": {"mode": "al"}}, "mode of the reward code_tests is 'al'"),
-        ({"use": "format", "options": {"form": "box"}}, "form of the reward format is 'box'"),
         ({"use": "math", "options": {"falback": "none"}}, "no option 'falback'"),
-        ({"use": "math", "options": {"fallback": "last"}}, "fallback of the reward math is 'last'"),
         ({"use": "code_tests", "options": {"shown_weight": "half"}}, "shown_weight of the reward code_tests is 'half'"),
-        ({"use": "length", "options": {"most": "ten"}}, "most of the reward length is 'ten'\n.*a whole number"),
         ({"use": "repetition", "options": {"words": 0}}, "words of the reward repetition is 0\n.*1 or more"),
         ({"use": "regex", "options": {"pattern": "("}}, r"pattern of the reward regex is '\('\n.*unterminated"),
-        ({"use": "regex", "options": {"pattern": "a", "whole": "no"}}, "is 'no'\n.*true or false"),
-        ({"use": "exact_match", "options": {"after": 4}}, "is 4\n.*a text"),
         ({"use": "json_schema", "options": {"schema": {"type": "objct"}}}, "\n.*'objct' is not valid"),
     ],
 )
