@@ -81,20 +81,6 @@ def test_neither_batch_nor_room_for_scores_nor_documents_at_a_time_change_a_figu
         assert figures.loss == pytest.approx(usual.loss, rel=1e-6)
 
 
-def test_scores_at_a_time_stay_within_their_bytes(
-    model: Any, documents: list[Document], monkeypatch: pytest.MonkeyPatch
-):
-    most = 4 * VOCABULARY * 10
-    monkeypatch.setattr(measuring, "SCORES_BYTES", most)
-    held: list[int] = []
-    handle = model.get_output_embeddings().register_forward_hook(lambda _m, _i, out: held.append(4 * out.numel()))
-    try:
-        measured(model, documents, window=32)
-    finally:
-        handle.remove()
-    assert 0 < max(held) <= most
-
-
 def test_model_without_any_knowledge_is_as_perplexed_as_its_vocabulary_is_large(
     tiny_llama: Path, documents: list[Document]
 ):

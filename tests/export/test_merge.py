@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export import merge as merging
-from sftplay.export import merge as scratch
 from sftplay.export import merge_check
 from sftplay.export.export import export
 from sftplay.export.merge import merge
@@ -92,12 +91,9 @@ def peft_scores(base: Path, folder: RunFolder, dtype: torch.dtype = torch.float3
     "lora",
     [
         {},
-        {"rslora": True, "alpha": 8.0},
         {"dora": True},
-        {"modules_to_save": ["embed_tokens"]},
         {"modules_to_save": ["lm_head", "norm"]},
         {"modules_to_save": ["embed_tokens", "lm_head"]},
-        {"target_modules": ["q_proj", "lm_head"]},
         {"target_modules": ["q_proj", "embed_tokens"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "dora": True},
     ],
@@ -295,17 +291,11 @@ def test_merge_test_asks_built_in_questions_where_the_rows_are_gone(
     assert "cannot be read any more" in capsys.readouterr().out
 
 
-def test_merge_test_of_nothing_is_refused(simple: tuple[RunConfig, RunFolder], tmp_path: Path):
-    with pytest.raises(ConfigError, match="no merged model here"):
-        merge_check.test_merge(*simple, merged=tmp_path / "nothing")
-
-
 @pytest.mark.parametrize(
     ("answer", "gap", "verdict"),
     [
         ([1, 2, 3], 1.0, "same"),
         ([1, 5, 3], 0.01, "tie"),
-        ([1, 5, 9, 9], 0.01, "tie"),
         ([1, 5, 3], 0.5, "different"),
         ([1, 2], 0.0, "different"),
     ],
@@ -324,7 +314,6 @@ def test_texts_may_differ_only_where_the_reference_scores_both_tokens_the_same(
     [
         (torch.bfloat16, None, torch.bfloat16),
         (torch.float32, "bf16", torch.bfloat16),
-        (torch.float32, "fp16", torch.float16),
         (torch.bfloat16, "fp32", torch.float32),
     ],
 )
@@ -384,17 +373,6 @@ def test_generation_ends_where_the_base_ended_and_where_training_did(
     assert actual.temperature is None
 
 
-def test_full_run_is_refused_with_what_to_do(inputs: Inputs, tmp_path: Path):
-    cfg, folder = new_run(tmp_path, inputs, tuning__mode="full")
-    with pytest.raises(ConfigError, match="no result yet") as caught:
-        merge(cfg, folder, out=tmp_path / "merged")
-    assert "make resume" in caught.value.fix
-    (folder.path / "model").mkdir()
-    with pytest.raises(ConfigError, match="a whole model already") as caught:
-        merge(cfg, folder, out=tmp_path / "merged")
-    assert "make export" in caught.value.fix
-
-
 def test_base_that_is_stored_quantised_is_refused(inputs: Inputs, tmp_path: Path):
     base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
@@ -405,15 +383,6 @@ def test_base_that_is_stored_quantised_is_refused(inputs: Inputs, tmp_path: Path
         merge(cfg, folder, out=tmp_path / "merged")
 
 
-def test_base_that_is_gone_is_named(inputs: Inputs, tmp_path: Path):
-    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
-    cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
-    shutil.rmtree(base)
-    with pytest.raises(MachineError, match="the base cannot be loaded") as caught:
-        merge(cfg, folder, out=tmp_path / "merged")
-    assert str(base) in caught.value.where
-
-
 def test_copy_of_the_base_in_the_run_goes_before_its_name(inputs: Inputs, tmp_path: Path):
     base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
@@ -421,6 +390,27 @@ def test_copy_of_the_base_in_the_run_goes_before_its_name(inputs: Inputs, tmp_pa
     base.rename(folder.path / "base")  # as a run on a builtin model keeps it
     actual = scores(AutoModelForCausalLM.from_pretrained(merge(cfg, folder, out=tmp_path / "merged")))
     assert float((actual - expected).abs().max()) < 1e-5
+
+
+def test_what_cannot_be_merged_is_refused_with_what_to_do(
+    simple: tuple[RunConfig, RunFolder], inputs: Inputs, tmp_path: Path
+):
+    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
+    without_base = finished(tmp_path / "gone", Inputs(base, inputs.train, inputs.held_out))
+    shutil.rmtree(base)
+    with pytest.raises(MachineError, match="the base cannot be loaded") as gone:
+        merge(*without_base, out=tmp_path / "merged")
+    assert str(base) in gone.value.where
+    cfg, folder = new_run(tmp_path / "full", inputs, tuning__mode="full")
+    with pytest.raises(ConfigError, match="no result yet") as caught:
+        merge(cfg, folder, out=tmp_path / "merged")
+    assert "make resume" in caught.value.fix
+    (folder.path / "model").mkdir()
+    with pytest.raises(ConfigError, match="a whole model already") as caught:
+        merge(cfg, folder, out=tmp_path / "merged")
+    assert "make export" in caught.value.fix
+    with pytest.raises(ConfigError, match="no merged model here"):
+        merge_check.test_merge(*simple, merged=tmp_path / "nothing")
 
 
 def test_nothing_is_written_over(simple: tuple[RunConfig, RunFolder], tmp_path: Path):
@@ -435,9 +425,9 @@ def test_disk_that_is_too_small_is_refused_with_the_bytes_before_anything_is_wri
     simple: tuple[RunConfig, RunFolder], inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     usage = SimpleNamespace(total=0, used=0, free=30_000_000)
-    monkeypatch.setattr(scratch.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(merging.shutil, "disk_usage", lambda path: usage)
     weights = sum(value.numel() * 4 for value in load_file(inputs.model / "model.safetensors").values())
-    with pytest.raises(MachineError, match=rf"\({weights + scratch.SLACK_BYTES} bytes\) are needed"):
+    with pytest.raises(MachineError, match=rf"\({weights + merging.SLACK_BYTES} bytes\) are needed"):
         merge(*simple, out=tmp_path / "merged", dtype="fp32")
     assert list(tmp_path.iterdir()) == []
 

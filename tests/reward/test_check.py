@@ -109,10 +109,6 @@ def test_shipped_rewards_can_tell(use, options):
     assert (finding.verdict, finding.why) == ("ok", "")
 
 
-def test_a_pattern_that_takes_everything_is_constant():
-    assert found("regex", pattern="(?s).*").verdict == "constant"
-
-
 def patient(rewards):
     """The same, and no busy machine cuts them off."""
     return [{"deadline": HANG_S, **reward} for reward in rewards]
@@ -206,7 +202,7 @@ def test_every_shipped_config_has_rewards_that_can_tell(path, monkeypatch, capsy
     waits = [f"rewards.{n}.deadline={HANG_S}" for n in range(len(load_config(str(path)).rewards))]
     if "code_tests" in path.read_text():
         waits += [f"sandbox.{key}={value}" for key, value in PATIENT_BOX.items()]
-    assert reward_check(Namespace(config=str(path), overrides=waits, run=None, input="", n=12, json=True)) == 0
+    assert reward_check(Namespace(config=str(path), overrides=waits, run=None, input="", n=6, json=True)) == 0
     assert {each["verdict"] for each in json.loads(capsys.readouterr().out.splitlines()[-1])} == {"ok"}
 
 
@@ -230,11 +226,6 @@ def test_a_run_that_would_learn_from_such_a_reward_does_not_begin(tmp_path, user
     assert main(["train", "--config", path, *small, "--dry-run"]) == 0
 
 
-def test_rewards_that_can_tell_let_a_run_begin(user):
-    rewards = [{"name": "right", "use": "math"}, {"name": "form", "use": "format", "options": {"form": "reasoning"}}]
-    assert [finding.verdict for finding in before_training(rewards)] == ["ok", "ok"]
-
-
 @pytest.mark.parametrize("name", ["constant", "has_mark", "raises", "is_short"])
 def test_a_reward_that_cannot_tell_stops_a_run_before_it_trains(user, name):
     with pytest.raises(RunError, match=f"{name}: ") as refusal:
@@ -255,14 +246,17 @@ def test_rows_without_answers_try_nothing_and_that_is_said(user, capsys):
     assert "the rewards are not tried" in capsys.readouterr().out
 
 
-def test_a_column_that_the_rows_lack_is_named(tmp_path, capsys):
-    with pytest.raises(DataError, match="reads the column entry_point"):
-        checked(tmp_path, [{"name": "code", "use": "syntax"}], capsys)
-
-
-def test_rows_without_different_answers_are_refused(tmp_path, capsys):
-    with pytest.raises(DataError, match="fewer than two different answers"):
-        checked(tmp_path, [{"name": "right", "use": "math"}], capsys, rows=[{"question": "a", "answer": "b"}])
+@pytest.mark.parametrize(
+    ("rewards", "rows", "error", "said"),
+    [
+        ([{"name": "code", "use": "syntax"}], None, DataError, "reads the column entry_point"),
+        ([{"name": "right", "use": "math"}], [{"question": "a", "answer": "b"}], DataError, "fewer than two different"),
+        ([], None, ConfigError, "has no rewards"),
+    ],
+)
+def test_rows_and_rewards_that_do_not_fit_are_refused(tmp_path, capsys, rewards, rows, error, said):
+    with pytest.raises(error, match=said):
+        checked(tmp_path, rewards, capsys, rows=rows)
 
 
 def test_rows_that_are_left_out_are_said(tmp_path, capsys):
@@ -277,11 +271,6 @@ def test_rows_that_are_left_out_are_said(tmp_path, capsys):
     cases = read_cases(load_config(config(tmp_path, [{"name": "right", "use": "math"}], rows=rows)), 32)
     assert [case.gold for case in cases] == ["2", "3"]
     assert "2 of the first 32 rows cannot be read" in "".join(capsys.readouterr())
-
-
-def test_a_config_without_rewards_is_refused(tmp_path, capsys):
-    with pytest.raises(ConfigError, match="has no rewards"):
-        checked(tmp_path, [], capsys)
 
 
 @pytest.mark.parametrize(

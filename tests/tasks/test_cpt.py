@@ -16,14 +16,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
+from in_process import Finished, Inputs, StopAfter, assert_same_course, new_run, train, train_in
 from small_run import write_small_run
 
 from sftplay.data.mixture import load
 from sftplay.data.mixture.mixture import Mixture, source_and_block
 from sftplay.launch.checkpoints import read_marker
 from sftplay.train.exact_batch import ExactBatchMixin
-from tests.tasks.test_resume import assert_equal
 
 WORDS = ["river", "stone", "lamp", "garden", "winter", "bread", "music", "copper"]
 BLOCK = 64
@@ -131,7 +130,7 @@ def test_a_resumed_run_goes_on_with_the_next_block_and_reads_none_before_it(
 
     with patch.object(Mixture, "__getitem__", keep):
         resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
-    assert_equal(resumed, finished)
+    assert_same_course(resumed, finished)
     assert set(read) - {0} == set(range(24, 48))  # the first row is shown in samples/
 
 
@@ -153,7 +152,7 @@ def test_a_streamed_run_is_that_of_rows_in_memory_and_its_report_is_whole_at_the
     with patch.object(load, "start_tokenize_process", start):
         other = train(tmp_path / "streamed", inputs, **{**whole, **fresh})
     assert len(started) == 2
-    assert_equal(one, other)
+    assert_same_course(one, other)
     counts = [json.loads((run.folder.path / "data_report.json").read_text())["label_tokens"] for run in (one, other)]
     assert counts[0] == counts[1] > 0
 

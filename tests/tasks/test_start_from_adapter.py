@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
+from in_process import Finished, Inputs, assert_same_course, new_run, stop_and_resume, train, train_in
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -173,9 +173,7 @@ def test_run_from_a_run_of_a_builtin_model_keeps_a_base_of_its_own(
     assert torch.equal(logits(plain), logits(run.trainer.model.eval()))
 
 
-@pytest.mark.parametrize(
-    ("mode", "merges"), [("lora", False), ("qlora", False), ("lora", True), ("qlora", True), ("full", True)]
-)
+@pytest.mark.parametrize(("mode", "merges"), [("qlora", False), ("lora", True), ("full", True)])
 def test_resumed_run_ends_bit_for_bit_where_an_undisturbed_one_ends(
     mode: str, merges: bool, first: Any, other: Inputs, tmp_path: Path
 ):
@@ -185,12 +183,7 @@ def test_resumed_run_ends_bit_for_bit_where_an_undisturbed_one_ends(
         "train__max_steps": 4, "tuning__lora__dropout": 0.2,
     }  # fmt: skip
     whole = train(tmp_path / "whole", other, **options)
-    cfg, folder = new_run(tmp_path / "stopped", other, **options)
-    train_in(cfg, folder, StopAfter(2))
-    resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
-    one, two = (load_file(next(run.folder.result.glob("*.safetensors"))) for run in (whole, resumed))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert whole.losses == resumed.losses
+    assert_same_course(whole, stop_and_resume(tmp_path / "stopped", other, 2, **options))
 
 
 @pytest.mark.contract
@@ -219,7 +212,6 @@ def test_infer_batch_answers_from_the_right_base(merges: bool, first: Any, other
     ("key", "change", "values"),
     [
         ("r", {"tuning__lora__r": 8}, ("8", "4")),
-        ("alpha", {"tuning__lora__alpha": 16.0}, ("16", "8")),
         ("dora", {"tuning__lora__dora": True}, ("true", "false")),
         ("modules_to_save", {"tuning__lora__modules_to_save": ["lm_head"]}, ('["lm_head"]', "[]")),
     ],
@@ -314,17 +306,6 @@ def test_values_that_are_not_finite_are_never_merged(first: Any, other: Inputs, 
     with pytest.raises(RunError, match="cannot be merged"):
         train_in(cfg, folder)
     assert not (folder.path / "base").exists()
-
-
-def test_modules_trained_in_full_are_not_rounded_on_a_16_bit_base(inputs: Inputs, tmp_path: Path):
-    run = train(
-        tmp_path, inputs, train__precision="bf16", tuning__lora__modules_to_save=["lm_head"], train__max_steps=2
-    )
-    stored = load_file(run.folder.path / "adapter" / "adapter_model.safetensors")
-    (name,) = (name for name in stored if "lm_head" in name)
-    head = load_result(run.cfg, run.folder.path).get_base_model().lm_head.modules_to_save["default"].weight
-    assert not torch.equal(stored[name], stored[name].bfloat16().float())
-    assert torch.equal(head, stored[name])
 
 
 @pytest.mark.contract

@@ -193,22 +193,6 @@ def test_the_hook_of_the_config_is_accelerates(hook: str, kind: DDPCommunication
     assert bool(handler.comm_state_option) == (hook == "powersgd")
 
 
-def test_the_line_at_the_end_weighs_each_interval_by_its_time(monkeypatch: pytest.MonkeyPatch):
-    # 2 steps of 1 s, half of it exposed, then 1 step of 2 s without any: 1 s of 4.
-    printed: list[str] = []
-    monkeypatch.setattr(gradients.log, "say", printed.append)
-    monkeypatch.setattr(gradients.log, "world_size", lambda: 2)
-    sync = _sync(CommConfig(), task="sft", replay=SimpleNamespace(sends_afterwards=True))
-    sync.on_train_begin(None, SimpleNamespace(global_step=0), None)
-    for step, step_s, share in ((2, 1.0, 0.5), (3, 2.0, 0.0)):
-        figures = {"step_s": step_s, "exposed_communication_share": share}
-        sync.on_log(None, SimpleNamespace(global_step=step), None, logs=figures)
-    sync.on_log(None, SimpleNamespace(global_step=3), None, logs={"train_runtime": 9.0})
-    sync.on_train_end(None, None, None)
-    assert len(printed) == 1
-    assert "25.0% of the time" in printed[0]
-
-
 @pytest.mark.parametrize("task", ["score", "hrm"])
 def test_a_task_that_averages_gradients_itself_says_so_and_asks_ddp_nothing(monkeypatch: pytest.MonkeyPatch, task: str):
     printed: list[str] = []

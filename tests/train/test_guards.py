@@ -72,26 +72,6 @@ def attached_stop() -> StopOnSignal:
     return stop
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_signal_lets_the_step_finish_then_logs_saves_and_stops(number: signal.Signals):
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
-        stop = attached_stop()
-        stop.install()
-        before_signal = stop.on_step_end(None, None, TrainerControl())
-        assert not before_signal.should_save
-        assert not before_signal.should_training_stop
-        signal.raise_signal(number)
-        control = stop.on_step_end(None, None, TrainerControl())
-        assert stop.received == number
-        assert control.should_log
-        assert control.should_save
-        assert control.should_training_stop
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
 def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(monkeypatch: pytest.MonkeyPatch):
     stop, sent = attached_stop(), []
 

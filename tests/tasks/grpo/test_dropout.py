@@ -46,17 +46,3 @@ def test_the_tokens_of_a_drawing_have_the_probabilities_with_which_they_were_dra
     assert max(gaps) < 1e-4  # rounding
     assert max(dropped) > 1e-2  # it still learns with dropout
     assert run.trainer.model.training
-
-
-def test_without_dropout_nothing_changes_with_the_mode(
-    prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """As if the mode were never changed: the same weights, bit for bit."""
-    from contextlib import nullcontext
-
-    options = grpo_options(prompts, **{**DROPOUT, "tuning__lora__dropout": 0.0}, grpo__num_iterations=2, grpo__beta=0.1)
-    mine = train(tmp_path / "mine", prompts, **options)
-    monkeypatch.setattr("sftplay.tasks.grpo.sampling.eval_mode", lambda _: nullcontext())
-    its = train(tmp_path / "its", prompts, **options)
-    after, expected = mine.trainer.model.state_dict(), its.trainer.model.state_dict()
-    assert all(torch.equal(after[name], weight) for name, weight in expected.items())

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from in_process import Finished, StopAfter, new_run, train, train_in
-from safetensors.torch import load_file
+from in_process import Finished, StopAfter, assert_same_course, new_run, stop_and_resume, train, train_in
 from score_run import score_inputs, score_options
 from small_run import Inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,26 +28,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return score_inputs(tmp_path_factory.mktemp("digits"), steps=60)
 
 
-def weights(run: Finished) -> dict[str, torch.Tensor]:
-    assert run.folder.result is not None
-    found = {}
-    for path in sorted(run.folder.result.rglob("*.safetensors")):
-        found |= {f"{path.parent.name}/{name}": tensor for name, tensor in load_file(path).items()}
-    return found
-
-
-def course(run: Finished) -> list[dict[str, Any]]:
-    return untimed(run.metrics)
-
-
 def assert_same(one: Finished, other: Finished) -> None:
-    for mine, its in zip(course(one), course(other), strict=True):
+    for mine, its in zip(untimed(one.metrics), untimed(other.metrics), strict=True):
         assert mine.keys() == its.keys()
         for key, value in mine.items():
             assert value == (pytest.approx(its[key], abs=1e-6) if isinstance(value, float) else its[key]), key
-    assert weights(one).keys() == weights(other).keys()
-    for name, tensor in weights(one).items():
-        torch.testing.assert_close(tensor, weights(other)[name], atol=1e-6, rtol=0, msg=name)
+    assert one.weights.keys() == other.weights.keys()
+    for name, tensor in one.weights.items():
+        torch.testing.assert_close(tensor, other.weights[name], atol=1e-6, rtol=0, msg=name)
 
 
 def test_two_models_with_an_adapter_each_learn_what_two_adapters_on_one_base_learn(inputs: Inputs, tmp_path: Path):
@@ -110,12 +96,7 @@ def test_with_all_weights_it_is_the_same_whether_both_models_are_laid_out_by_rol
 
 
 def test_two_whole_models_resume_bit_for_bit(whole: Finished, inputs: Inputs, tmp_path: Path):
-    cfg, folder = new_run(tmp_path, inputs, **score_options(**FULL))
-    assert train_in(cfg, folder, StopAfter(1)).outcome.stop_signal == signal.SIGTERM
-    resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
-    assert course(resumed) == course(whole)
-    for name, tensor in weights(whole).items():
-        assert torch.equal(tensor, weights(resumed)[name]), name
+    assert_same_course(stop_and_resume(tmp_path, inputs, 1, **score_options(**FULL)), whole)
 
 
 @pytest.mark.usefixtures("verbs_environment")
