@@ -12,9 +12,9 @@ import pytest
 import torch
 from in_process import Inputs, sized, written_config
 from lively import lively_model
+from plain_loss import mean_loss
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import CHRF
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.data.pipeline import load_examples
@@ -107,14 +107,8 @@ def test_stream_that_fails_ends_with_the_error_instead_of_waiting(model: Any, to
 
 
 def plain_loss(model: Any, rows: Any) -> float:
-    total, count = 0.0, 0
-    for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
-        targets = torch.tensor(labels[1:])
-        total += functional.cross_entropy(logits, targets, reduction="sum").item()
-        count += int((targets != -100).sum())
-    return total / count
+    pairs = zip(rows["input_ids"], rows["labels"], strict=True)
+    return mean_loss(model, ({"input_ids": ids, "labels": labels} for ids, labels in pairs))
 
 
 def make_rows(lengths: list[int]) -> dict[str, list[list[int]]]:

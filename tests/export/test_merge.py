@@ -7,9 +7,7 @@ import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +32,8 @@ from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.train.run_task import save_result
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers)")
+"""PEFT's advice on embeddings in an adapter, which is what these runs are about."""
 IDS = torch.arange(3, 390)[None, :60]
 END = 2
 """Id of <|im_end|> in the tiny tokenizer."""
@@ -52,19 +52,11 @@ def tied_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without PEFT's advice on embeddings in an adapter, which is what these runs are about."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(tie_word_embeddings|save_embedding_layers).*")
-        yield
-
-
 def finished(home: Path, inputs: Inputs, **changes: Any) -> tuple[RunConfig, RunFolder]:
     """A run as it ends, with an adapter of random values far from zero instead of a trained one."""
     cfg, folder = new_run(home, inputs, **changes)
     torch.manual_seed(3)
-    with quiet(), torch.no_grad():
+    with torch.no_grad():
         model = add_adapter(load_base(cfg), cfg.tuning.lora)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -80,10 +72,7 @@ def scores(model: Any) -> torch.Tensor:
 
 def peft_scores(base: Path, folder: RunFolder, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The scores of PEFT with the adapter on the base."""
-    with quiet():
-        loaded = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(base, dtype=dtype), folder.path / "adapter"
-        )
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), folder.path / "adapter")
     return scores(loaded)
 
 
@@ -325,10 +314,9 @@ def test_each_merged_weight_is_rounded_once(
     lora = {"r": 4, "modules_to_save": ["embed_tokens"]}
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out), tuning__lora=lora)
     out = merge(cfg, folder, out=tmp_path / "merged", dtype=dtype)
-    with quiet():
-        exact = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder.path / "adapter"
-        ).merge_and_unload()
+    exact = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder.path / "adapter"
+    ).merge_and_unload()
     actual = load_file(out / "model.safetensors")
     assert json.loads((out / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
     for name, value in exact.named_parameters():

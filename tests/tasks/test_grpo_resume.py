@@ -7,18 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo_run import grpo_inputs, grpo_options
+from grpo_run import grpo_options
 from in_process import Finished, Inputs, assert_same_course, stop_and_resume, train
 
 WINDOW = {"grpo__num_iterations": 2, "grpo__steps_per_generation": 2, "train__batch_size": 4}
 """Four optimizer steps learn from one drawing, each of two micro-batches."""
 
 QLORA = {"tuning__mode": "qlora", "train__gradient_checkpointing": True, "grpo__beta": 0.05}
-
-
-@pytest.fixture(scope="module")
-def prompts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return grpo_inputs(tiny_llama, tmp_path_factory.mktemp("prompts"))
 
 
 def samples(run: Finished) -> dict[str, list[dict[str, Any]]]:

@@ -23,11 +23,6 @@ SILENT = """def pay(completions, level, **_):
 NOTHING = "def pay(completions, **_):\n    return [0.0] * len(completions)\n"
 
 
-@pytest.fixture(scope="module")
-def prompts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return grpo_inputs(tiny_llama, tmp_path_factory.mktemp("prompts"))
-
-
 def paid_by(text: str, inputs: Inputs, **changes: Any) -> dict[str, Any]:
     path = inputs.train.parent / f"pay{abs(hash(text))}.py"
     path.write_text(text)

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forking import START
-from in_process import Inputs, written_config
+from forking import START, prepare_two_ranks, run_script
+from in_process import Inputs
 from processes import HANG_S
 from transformers import TrainerCallback
 
-from sftplay.atomic import write_text
-from sftplay.config.load import dump_resolved, load_config
 from sftplay.launch.run_folder import PARENT, RunFolder
 from sftplay.log import LINE
 from sftplay.machine.ports import free_port
-from sftplay.machine.probe import probe
-from sftplay.plan.sizing import size_run
 from sftplay.tasks import worker
 from sftplay.train.preflight import GroupTimeout, first_of_node, marker_path, wait_for_main
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 77
 
 # Libraries are imported once, by the parent; forked in front of any work, none of them has started a thread. The
@@ -124,28 +116,10 @@ def runs(
     folders = {}
     for name, changes in VARIANTS.items():
         inputs = Inputs(tiny_llama, files.get(name, chat_rows), held_out_rows)
-        folders[name] = _prepared(home / name, inputs, changes)
-    words = [
-        word for name, folder in folders.items() for word in (str(folder.path), str(free_port(0)), str(GRACE_S[name]))
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [sys.executable, "-c", FORK_RUNS, *words],
-        cwd=ROOT, env=env, timeout=HANG_S, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    screens = done.stdout.split("END ")
+        folders[name] = prepare_two_ranks(home / name, inputs, train__batch_size=2, **changes)
+    words = [word for name, folder in folders.items() for word in (folder.path, free_port(0), GRACE_S[name])]
+    screens = run_script(FORK_RUNS, *words, ACCELERATE_USE_CPU="true").split("END ")
     return {name: _read(folder, screens[n]) for n, (name, folder) in enumerate(folders.items())}
-
-
-def _prepared(home: Path, inputs: Inputs, changes: dict[str, Any]) -> RunFolder:
-    config = written_config(home, inputs, train__batch_size=2, **changes)
-    cfg = size_run(load_config(config), probe(), world_size=2, vocab_size=400).cfg
-    folder = RunFolder(home / "outputs" / "run")
-    folder.create()
-    write_text(folder.resolved, dump_resolved(cfg))
-    folder.write_json("plan.json", {"world_size": 2})
-    return folder
 
 
 def _read(folder: RunFolder, screen: str) -> Ran:

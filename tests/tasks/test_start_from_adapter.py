@@ -11,6 +11,7 @@ import pytest
 import torch
 from in_process import Finished, Inputs, assert_same_course, new_run, stop_and_resume, train, train_in
 from peft import PeftModel
+from plain_loss import mean_loss
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -67,18 +68,6 @@ def plain_base(folder: Path | str, mode: str = "lora") -> Any:
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=IDS).logits
-
-
-def mean_loss(model: Any, rows: Any) -> float:
-    """Cross entropy of every learned token, by torch alone."""
-    total, count = 0.0, 0
-    for row in rows:
-        labels = torch.tensor(row["labels"])[1:]
-        with torch.no_grad():
-            scores = model(input_ids=torch.tensor(row["input_ids"])[None]).logits[0, :-1]
-        total += float(torch.nn.functional.cross_entropy(scores, labels, ignore_index=-100, reduction="sum"))
-        count += int((labels != -100).sum())
-    return total / count
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Inputs, built, train
-from torch.nn import functional
+from plain_loss import label_losses
 from transformers import AutoModelForCausalLM
 
 from sftplay.train.loss_heads import prove_label_head
@@ -34,14 +34,6 @@ def make_rows(counts: list[int] = LABELS) -> list[dict[str, Any]]:
     return rows
 
 
-def token_losses(model: Any, row: dict[str, Any]) -> torch.Tensor:
-    """The label tokens' losses of one row alone, in plain torch: position t predicts token t + 1."""
-    scores = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
-    targets = torch.tensor(row["labels"][1:])
-    losses = functional.cross_entropy(scores, targets, reduction="none", ignore_index=-100)
-    return losses[targets != -100]
-
-
 def gradients(model: Any) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None])
 
@@ -55,7 +47,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def reference(tiny_llama: Path) -> tuple[float, torch.Tensor]:
     """Loss and gradients of the window: the sum over all label tokens divided by their number."""
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
-    losses = torch.cat([token_losses(model, row) for row in make_rows()])
+    losses = torch.cat([label_losses(model, row) for row in make_rows()])
     assert len(losses) == sum(LABELS)
     loss = losses.sum() / sum(LABELS)
     loss.backward()
@@ -106,7 +98,7 @@ def test_gradients_of_a_window_are_those_of_all_its_label_tokens_however_it_is_c
 def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(trainers: dict[str, Any], tiny_llama: Path):
     rows = [{**row, "labels": list(row["input_ids"])} for row in make_rows([3, 4, 5])]
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
-    losses = torch.cat([token_losses(model, row) for row in rows])
+    losses = torch.cat([label_losses(model, row) for row in rows])
     assert len(losses) == sum(len(row["input_ids"]) - 1 for row in rows)
     losses.mean().backward()
     for micro_batcher in (MicroBatcher(3), MicroBatcher(1, packs=True, max_tokens=128)):
@@ -208,7 +200,7 @@ def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
     trainer = trainers[head]
     with torch.no_grad():
-        losses = torch.cat([token_losses(model, row) for row in trainer.eval_dataset])
+        losses = torch.cat([label_losses(model, row) for row in trainer.eval_dataset])
     per_row = [len([label for label in row["labels"] if label != -100]) for row in trainer.eval_dataset]
     assert max(per_row) > 3 * min(per_row)
     # The last batch is short: 12 rows in batches of 8.

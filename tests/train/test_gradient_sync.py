@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,26 +11,19 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-from forking import START
-from in_process import Inputs, written_config
-from processes import HANG_S
+from forking import START, prepare_two_ranks, run_script
+from in_process import Inputs
 
-from sftplay.atomic import write_text
 from sftplay.config.cluster import CommConfig
-from sftplay.config.load import dump_resolved, load_config
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
-from sftplay.machine.probe import probe
-from sftplay.plan.sizing import size_run
 from sftplay.tasks import TASKS
 from sftplay.train import gradients
 from sftplay.train.gradients import GradientSync, choose_hook, exposed_s
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 
-# The parent imports the libraries once. It forks before any work, so no library has started a thread.
 FORK_RUNS = (
     START
     + """
@@ -85,29 +75,13 @@ def runs(
 ) -> dict[str, TwoRanks]:
     home = tmp_path_factory.mktemp("sync")
     inputs = Inputs(tiny_llama, chat_rows, held_out_rows)
-    folders = {name: _prepared(home / name, inputs, changes) for name, changes in VARIANTS.items()}
-    arguments = [each for folder in folders.values() for each in (str(folder.path), str(free_port(0)))]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    process = subprocess.run(
-        [sys.executable, "-c", FORK_RUNS, *arguments],
-        cwd=ROOT, env=env, timeout=HANG_S, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout + process.stderr
-    return {name: _read(folder) for name, folder in folders.items()}
-
-
-def _prepared(home: Path, inputs: Inputs, changes: dict[str, Any]) -> RunFolder:
     usual = {
         "train__max_steps": STEPS, "train__batch_size": 2, "train__grad_accum": 2, "tuning__mode": "full",
         "data__split": 0, "data__val_path": None, "tuning__lora": {},
     }  # fmt: skip
-    config = written_config(home, inputs, **(usual | changes))
-    cfg = size_run(load_config(config), probe(), world_size=2, vocab_size=400).cfg
-    folder = RunFolder(home / "outputs" / "run")
-    folder.create()
-    write_text(folder.resolved, dump_resolved(cfg))
-    folder.write_json("plan.json", {"world_size": 2})
-    return folder
+    folders = {name: prepare_two_ranks(home / name, inputs, **(usual | each)) for name, each in VARIANTS.items()}
+    run_script(FORK_RUNS, *(word for folder in folders.values() for word in (folder.path, free_port(0))))
+    return {name: _read(folder) for name, folder in folders.items()}
 
 
 def _read(folder: RunFolder) -> TwoRanks:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import Finished, Inputs, StopAfter, built, new_run, train_in
-from torch.nn import functional
+from plain_loss import label_losses
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from sftplay.config.load import load_resolved
@@ -52,14 +52,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return fake
 
 
-def losses_of(model: Any, row: dict[str, Any]) -> torch.Tensor:
-    """The label tokens' losses of one row, in plain torch: position t predicts token t + 1."""
-    with torch.no_grad():
-        scores = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
-    targets = torch.tensor(row["labels"][1:])
-    return functional.cross_entropy(scores, targets, reduction="none", ignore_index=-100)[targets != -100]
-
-
 def writer_at(path: Path, trainer: Any, state: Any, costs: CostModel | None = None) -> MetricsWriter:
     """A writer after the begin of training."""
     writer = MetricsWriter(path, attempt=1, keep_row_ids=True, costs=costs or CostModel())
@@ -96,8 +88,7 @@ def test_counts_rates_and_loss_of_known_rows_by_hand(inputs: Inputs, tmp_path: P
     assert line["model_tflops_per_s"] == pytest.approx(10_050 / 2 / 1e12, rel=1e-4)
     assert line["mfu"] == pytest.approx(0.25, rel=1e-4)
     model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.float64)
-    expected = torch.cat([losses_of(model, row) for row in ROWS]).mean().item()
-    assert line["loss"] == pytest.approx(expected, rel=1e-6)
+    assert line["loss"] == pytest.approx(torch.cat([label_losses(model, row) for row in ROWS]).mean().item(), rel=1e-6)
     assert line["ranks"] == [
         {"loss": line["loss"], "tokens_per_s": 5.0, "label_tokens": 5, "padding_share": line["padding_share"]}
     ]
@@ -265,7 +256,7 @@ def test_loss_of_a_line_is_the_mean_over_its_label_tokens(inputs: Inputs, tmp_pa
     finished = train_in(cfg, folder)
     (line,) = finished.metrics
     rows, model = rows_of(finished), AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.float64)
-    each = [losses_of(model, rows[n]) for n in line["row_ids"][0]]
+    each = [label_losses(model, rows[n]) for n in line["row_ids"][0]]
     assert line["loss"] == pytest.approx(torch.cat(each).mean().item(), rel=1e-5)
     # The steps have different numbers of labels: the mean of the steps' means is another figure.
     by_step = [torch.cat(each[i : i + 8]).mean().item() for i in (0, 8)]

@@ -3,53 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from in_process import Inputs, written_config
-from processes import HANG_S
+from forking import START, prepare_two_ranks, run_script
+from plain_loss import label_losses
+from small_run import Inputs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from sftplay.atomic import write_text
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_resolved
 from sftplay.data.pipeline import load_examples
-from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
-from sftplay.machine.probe import probe
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.plan.sizing import size_run
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2
 
-# The parent imports the libraries once. It forks before any work, so no library has started a thread.
-FORK_RANKS = """
-import os, sys
+FORK_RANKS = (
+    START
+    + """
+import sys
 import sftplay.tasks.sft.task
-from sftplay.tasks import worker
-
-children = []
-for rank in range(2):
-    child = os.fork()
-    if child == 0:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        code = 1
-        try:
-            code = worker.main(sys.argv[1])
-        finally:
-            os._exit(code)
-    children.append(child)
-codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-sys.exit(max(codes, key=abs))
+children = [start(*sys.argv[1:3], rank) for rank in range(2)]
+sys.exit(max((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), key=abs))
 """
+)
 
 
 @dataclass(frozen=True)
@@ -66,24 +47,16 @@ def two_ranks(
     tiny_llama: Path, chat_rows: Path, held_out_rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> TwoRanks:
     home = tmp_path_factory.mktemp("ranks")
-    config = written_config(
+    folder = prepare_two_ranks(
         home, Inputs(tiny_llama, chat_rows, held_out_rows), logging__backend="tensorboard", tuning__mode="full",
         train__max_steps=STEPS, train__learning_rate=1e-12, train__batch_size=2, train__grad_accum=2, data__split=0,
         data__val_path=None,
     )  # fmt: skip
-    cfg = size_run(load_config(config), probe(), world_size=2, vocab_size=400).cfg
-    folder = RunFolder(home / "outputs" / "run")
-    folder.create()
-    write_text(folder.resolved, dump_resolved(cfg))
     folder.write_json("plan.json", {"peak_bytes": 3 * 2**30, "world_size": 2})
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(0))}
-    process = subprocess.run(
-        [sys.executable, "-c", FORK_RANKS, str(folder.path)],
-        cwd=ROOT, env=env, timeout=HANG_S, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout + process.stderr + (folder.logs / "rank1.log").read_text()
+    run_script(FORK_RANKS, folder.path, free_port(0))
     board = EventAccumulator(str(folder.path / "tb"), size_guidance={"scalars": 0})
     board.Reload()
+    cfg = load_resolved(folder.resolved)
     rows = load_examples(cfg, load_tokenizer(cfg.model)).train
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     return TwoRanks(lines, board, {row["row"]: row for row in rows})
@@ -97,7 +70,7 @@ def test_each_rank_has_the_loss_of_its_own_rows_and_the_line_weighs_it_by_its_la
     for line in two_ranks.lines:
         assert [len(ids) for ids in line["row_ids"]] == [4, 4]
         for rank, ids in zip(line["ranks"], line["row_ids"], strict=True):
-            losses = torch.cat([losses_of(model, two_ranks.rows[n]) for n in ids])
+            losses = torch.cat([label_losses(model, two_ranks.rows[n]) for n in ids]).detach()
             assert rank["label_tokens"] == len(losses)
             assert rank["loss"] == pytest.approx(losses.mean().item(), rel=1e-4)
             assert 0 < rank["padding_share"] < 1
@@ -120,11 +93,3 @@ def test_the_boards_curves_are_those_of_both_ranks(two_ranks: TwoRanks):
         assert f"train/rank{rank}/predicted_peak_bytes" in tags
     assert {f"train/{name}" for name in ("loss", "padded_tokens_per_s", "samples_per_s", "model_tflops_per_s")} <= tags
     assert "train/step_split/forward_backward_s" in tags
-
-
-def losses_of(model: Any, row: dict[str, Any]) -> torch.Tensor:
-    """The label tokens' losses of one row, in plain torch: position t predicts token t + 1."""
-    with torch.no_grad():
-        scores = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
-    targets = torch.tensor(row["labels"][1:])
-    return functional.cross_entropy(scores, targets, reduction="none", ignore_index=-100)[targets != -100]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_run import grpo_inputs, grpo_options
+from grpo_run import grpo_options
 from in_process import Inputs, train
 
 from sftplay.tasks.grpo.sampling import LogprobCheck
@@ -19,11 +19,6 @@ pytestmark = pytest.mark.slow
 
 DROPOUT = {"tuning__mode": "lora", "tuning__lora__dropout": 0.3, "train__learning_rate": 0.05}
 """The adapter is 0 in the first step and far from it in the second one."""
-
-
-@pytest.fixture(scope="module")
-def prompts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return grpo_inputs(tiny_llama, tmp_path_factory.mktemp("prompts"))
 
 
 @pytest.mark.parametrize("window", [{}, {"grpo__num_iterations": 2, "grpo__beta": 0.1}])

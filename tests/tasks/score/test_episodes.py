@@ -19,7 +19,7 @@ from sftplay.errors import RunError
 from sftplay.generate.generate import Generator
 from sftplay.generate.sampling import AHEAD, SampleByRow, derive_seed
 from sftplay.model.out_of_memory import OutOfMemory
-from sftplay.model.toys import ID, DigitsRecipe, make_digits
+from sftplay.model.toys import ID
 from sftplay.tasks import TASKS
 from sftplay.tasks.score.episode_rewards import EpisodeResult, describe
 from sftplay.tasks.score.losses import find_learning_rates
@@ -38,14 +38,6 @@ from sftplay.tasks.score.sample_episodes import (
     truncate_middle,
 )
 from sftplay.tasks.score.section import PromptsConfig
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy's model and tokenizer, hardly trained."""
-    folder = tmp_path_factory.mktemp("digits") / "model"
-    make_digits(folder, DigitsRecipe(steps=3), say=print)
-    return folder
 
 
 def ids(text: str) -> list[int]:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from sftplay.data.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
-from sftplay.model.toys import ID, DigitsRecipe, make_digits
+from sftplay.model.toys import ID
 from sftplay.tasks.score.episode_rewards import EpisodeResult
 from sftplay.tasks.score.losses import Advantages
 from sftplay.tasks.score.role_models import RoleModels
@@ -55,11 +55,9 @@ def test_the_minibatches_of_a_pass_have_every_episode_of_the_rollout_batch_once(
 
 
 @pytest.fixture(scope="module")
-def role_models(tmp_path_factory: pytest.TempPathFactory) -> RoleModels:
-    folder = tmp_path_factory.mktemp("digits") / "model"
-    make_digits(folder, DigitsRecipe(steps=3), say=print)
+def role_models(digits: Path) -> RoleModels:
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(digits)
     model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     role_models = RoleModels(model, has_guide=True, guide_learns=True, has_value=True)
     for role in ("solver", "guide"):

@@ -13,7 +13,7 @@ import torch
 from in_process import Finished, StopAfter, assert_same_course, new_run, stop_and_resume, train, train_in
 from peft import PeftModel
 from safetensors.torch import load_file
-from score_run import score_inputs, score_options
+from score_run import score_options
 from small_run import Inputs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
@@ -23,11 +23,6 @@ from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.role_models import RoleModels
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return score_inputs(tmp_path_factory.mktemp("digits"))
 
 
 @pytest.fixture(scope="module")
