@@ -227,19 +227,6 @@ def test_eval_gives_the_figures_that_the_run_measured(run: Finished, config: Pat
     assert result["after"]["perplexity"] == pytest.approx(math.exp(result["after"]["loss"]))
 
 
-def test_eval_of_the_test_rows_goes_to_files_of_its_own(
-    run: Finished, config: Path, capsys: pytest.CaptureFixture[str]
-):
-    before = read(run, "after")
-    assert cli.main(["eval", "--config", str(config), "--split", "test", "eval.limit=3"]) == 0
-    assert read(run, "test-after")["n"] == read(run, "test-before")["n"] == 3
-    assert read(run, "test-after")["loss"] != before["loss"]
-    assert read(run, "after") == before
-    shown = capsys.readouterr().out
-    assert "base" in shown
-    assert "tuned" in shown
-
-
 @pytest.mark.contract
 @pytest.mark.parametrize("arguments", [["eval", "--split", "test"], ["eval-test"]], ids=" ".join)
 def test_eval_of_test_rows_that_are_not_named_is_refused(
@@ -281,6 +268,9 @@ def test_eval_test_measures_both_models_on_the_test_rows(run: Finished, measure:
     rows = [json.loads(line) for line in (run.folder.eval / "test-after.jsonl").read_text().splitlines()]
     held_out = [json.loads(line)["messages"] for line in inputs.held_out.read_text().splitlines()]
     assert [row["reference"] for row in rows] == [turns[1]["content"] for turns in held_out[:4]]  # eval.limit: 4
+    fewer, again = measure("eval", "--split", "test", "eval.limit=3")
+    assert again == written
+    assert fewer["before"]["n"] == fewer["after"]["n"] == 3
 
 
 def test_eval_full_answers_every_row_and_counts_by_every_metric(run: Finished, measure: Any):

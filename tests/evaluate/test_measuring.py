@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.data.pipeline import load_examples
 from sftplay.evaluate import evaluate as measuring
-from sftplay.evaluate.evaluate import evaluate, evenly_spaced, held_out_loss, ready_to_answer, score_answers
+from sftplay.evaluate.evaluate import evaluate, held_out_loss, ready_to_answer, score_answers
 from sftplay.generate.generate import Generator, answer_all, stream_answer
 from sftplay.machine.probe import is_recomputing, recomputation
 
@@ -154,13 +154,6 @@ def test_metrics_are_those_of_their_libraries():
     rouge = RougeScorer(["rougeL"], use_stemmer=False)
     assert means["rouge_l"] == pytest.approx(sum(rouge.score(r, a)["rougeL"].fmeasure for a, r in pairs) / 5)
     assert means["chrf"] == pytest.approx(sum(CHRF().sentence_score(a, [r]).score for a, r in pairs) / 500)
-
-
-def test_limit_takes_rows_evenly_from_the_whole_set():
-    assert evenly_spaced(list("abcdefgh"), 4) == list("aceg")
-    assert evenly_spaced(list("abc"), None) == list("abc")
-    assert evenly_spaced(list("abc"), 7) == list("abc")
-    assert len(set(evenly_spaced(list(range(1000)), 199))) == 199
 
 
 def test_evaluation_writes_figures_and_every_answer(inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any):

@@ -168,16 +168,6 @@ def test_a_file_that_was_killed_in_its_first_line_begins_anew(tmp_path: Path, le
         assert (again.n_batches, list(again.answers())) == (1, [[(0, "a")]])
 
 
-def test_a_file_of_other_answers_is_refused_with_the_differences(tmp_path: Path):
-    with partial(tmp_path).held() as stored:
-        stored.append([(0, "a")])
-    before = stored.path.read_bytes()
-    with pytest.raises(ConfigError, match=r"temperature was 0\.5 and is 0\.7 now; seed was None and is 3 now"):
-        with partial(tmp_path, temperature=0.7, seed=3).held():
-            pass
-    assert stored.path.read_bytes() == before
-
-
 @pytest.mark.parametrize("content", [b"mine, all mine", b'{"answers of": 3}\n', b'{"a": 1}\n[]\n'])
 def test_a_foreign_file_of_the_same_name_is_left_alone(tmp_path: Path, content: bytes):
     stored = partial(tmp_path)

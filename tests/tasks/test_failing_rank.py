@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import signal
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.atomic import locked_if_possible
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks import worker
 
@@ -52,16 +50,6 @@ def test_a_rank_that_has_no_file_left_to_open_still_says_why_and_ends_with_its_c
         folder.read_json("status.json")
     assert worker._fail(folder, 5, **TOLD, error=ERROR) == 5
     assert TOLD["text"] in capsys.readouterr().err
-
-
-def test_ranks_hold_the_folder_one_at_a_time(tmp_path: Path):
-    other = os.open(tmp_path, os.O_RDONLY)
-    try:
-        with locked_if_possible(tmp_path), pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.close(other)
 
 
 def test_a_bug_on_the_main_rank_behind_anothers_failure_is_its_consequence(

@@ -127,12 +127,6 @@ def test_tokens_and_losses_are_counted_by_source(trainers: Callable[[str], Any],
     assert float(counts.loss_sum) == pytest.approx(sum(float(each.sum()) for each in losses.values()), rel=1e-6)
 
 
-def test_the_positions_of_padding_continue_the_last_document():
-    window = Collator(PAD)(make_blocks())
-    assert window["position_ids"][3].tolist() == list(range(24))
-    assert window["position_ids"][4].tolist() == [0, 1, 2, *range(21)]
-
-
 def test_a_window_that_runs_out_of_memory_counts_no_loss_twice(
     trainers: Callable[[str], Any], alone: Any, monkeypatch: pytest.MonkeyPatch
 ):

@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from forking import START, prepare_two_ranks, run_script
 from in_process import Inputs
 from processes import HANG_S
-from transformers import TrainerCallback
 
 from sftplay.launch.run_folder import PARENT, RunFolder
 from sftplay.log import LINE
 from sftplay.machine.ports import free_port
 from sftplay.tasks import worker
-from sftplay.train.preflight import GroupTimeout, first_of_node, marker_path, wait_for_main
+from sftplay.train.preflight import first_of_node, marker_path, wait_for_main
 
 TIMEOUT_S = 77
 
@@ -209,19 +207,6 @@ def test_a_rank_that_waits_for_the_main_one_ends_with_its_code_when_that_has_end
     folder.eval.mkdir()
     (folder.eval / "before.json").touch()
     wait_for_main(folder.eval / "before.json", folder)
-
-
-def test_meeting_limits_every_group_there_is_and_not_only_the_first(tmp_path: Path):
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        second = torch.distributed.new_group([0])
-        GroupTimeout(5, tmp_path).on_train_begin(None, None, None)
-        for group in (torch.distributed.group.WORLD, second):
-            assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 5
-    finally:
-        torch.distributed.destroy_process_group()
-    assert isinstance(GroupTimeout(5, tmp_path), TrainerCallback)
 
 
 @pytest.mark.parametrize(("rank", "code"), [("0", 4), ("1", 0)])

@@ -228,19 +228,6 @@ def test_other_layers_than_the_adapters_are_refused(first: Any, other: Inputs, t
     load_base(merged)
 
 
-def test_adapter_of_another_base_is_refused_naming_both(first: Any, other: Inputs, tmp_path: Path):
-    cfg, _ = new_run(tmp_path, other, model__name="org/model", model__adapter=str(first().folder.path))
-    with pytest.raises(ConfigError, match=f"belongs to {other.model}, not to org/model") as caught:
-        resolve_names(cfg)
-    assert f"model.name: {other.model}" in caught.value.fix
-
-
-def test_adapter_in_mode_full_needs_merging(first: Any, other: Inputs, tmp_path: Path):
-    cfg, _ = new_run(tmp_path, other, model__adapter=str(first().folder.path), tuning__mode="full")
-    with pytest.raises(ConfigError, match="full trains every weight"):
-        resolve_names(cfg)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -248,12 +235,17 @@ def test_adapter_in_mode_full_needs_merging(first: Any, other: Inputs, tmp_path:
         ({"model__adapter": "nowhere"}, "no run or adapter 'nowhere'"),
         ({"model__adapter": "unfinished"}, "has no result yet"),
         ({"model__name": "unfinished"}, "has no result yet"),
+        ({"model__name": "org/model", "model__adapter": "finished"}, "belongs to .*, not to org/model"),
+        ({"tuning__mode": "full", "model__adapter": "finished"}, "full trains every weight"),
     ],
 )
-def test_start_that_is_not_there_is_refused(changes: dict[str, Any], message: str, other: Inputs, tmp_path: Path):
+def test_start_that_is_not_there_or_does_not_fit_is_refused(
+    changes: dict[str, Any], message: str, first: Any, other: Inputs, tmp_path: Path
+):
     unfinished = tmp_path / "outputs" / "unfinished"
     unfinished.mkdir(parents=True)
     (unfinished / "config.resolved.yaml").write_text("seed: 1\n")
+    (tmp_path / "outputs" / "finished").symlink_to(first().folder.path)
     cfg, _ = new_run(tmp_path, other, **changes)
     with pytest.raises(ConfigError, match=message):
         check_inputs(cfg)

@@ -176,21 +176,6 @@ def test_the_turn_of_a_silent_prompt_goes_to_another_before_anything_is_drawn(mo
     assert {row["row"] for row in inputs[GROUP:]} <= {30, 60, 90}  # not silent, and not the one that is there
 
 
-def test_nothing_is_drawn_in_a_passed_turn_but_one_group_is_always_drawn(monkeypatch: pytest.MonkeyPatch):
-    sampler = World(1, monkeypatch, rounds=0).samplers[0]
-    silent, other = ROWS[1], ROWS[3]
-    scored = as_one([score_local([{"row": row} for row in [silent] * GROUP + [other] * GROUP], list(range(2 * GROUP)))])
-    sampler.record_sampled(scored, tokens=[1] * len(scored.rows))
-    assert sampler.choose_skipped_groups([other] * GROUP + [silent] * GROUP) == 1
-    assert sampler.find_sampled_places(0, 2 * GROUP) == list(range(GROUP))
-    # on the second of two ranks, which has the second half of the second group and the whole third one
-    assert sampler.find_sampled_places(6, 6) == [2, 3, 4, 5]
-    assert sampler.choose_skipped_groups([silent] * GROUP) == 0  # its turn has passed
-    sampler.record_sampled(scored, tokens=[1] * len(scored.rows))
-    assert sampler.choose_skipped_groups([silent] * 2 * GROUP) == 1
-    assert sampler.find_sampled_places(0, 2 * GROUP) == list(range(GROUP))
-
-
 def test_the_reserve_shows_every_prompt_once_before_any_comes_again_and_goes_on_from_its_state():
     reserve = Reserve(ROWS, seed=5)
     assert sorted(reserve.take(()) for _ in ROWS) == ROWS

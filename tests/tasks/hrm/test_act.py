@@ -82,12 +82,6 @@ def test_a_row_halts_at_the_last_segment_or_where_halting_is_worth_more_but_not_
     assert halts(said, torch.ones(5), hrm=single, at_least=FREE.new_zeros(5)).all()
 
 
-def test_going_on_is_worth_what_the_next_segment_promises_and_at_the_end_what_halting_there_would_be():
-    target = compute_continue_target(answer([1.0, 1.0, -2.0], [3.0, 3.0, -4.0]), torch.tensor([False, True, False]))
-    sigmoid = [1 / (1 + math.exp(-x)) for x in (3.0, 1.0, -2.0)]
-    assert target.tolist() == pytest.approx(sigmoid)
-
-
 def told_segment(hrm: HrmConfig, said: list[SegmentOutput], *, steps: list[int], labels: Tensor) -> Segment:
     state = State(torch.zeros(BATCH, CELLS, 8), torch.zeros(BATCH, CELLS, 8))
     carry = Carry(state, torch.tensor(steps), FREE == 1, Puzzles(FREE.new_zeros(BATCH, CELLS), labels, FREE))
