@@ -175,6 +175,13 @@ def test_weights_can_be_read_by_whom_the_umask_lets_read(run: Finished, exported
         assert any(path.suffix == ".safetensors" for path in modes)
 
 
+def test_the_card_of_a_runs_adapter_names_no_place_of_this_machine(run: Finished):
+    text = (run.folder.path / "adapter" / "README.md").read_text()
+    assert "secret place" not in text
+    assert "More Information Needed" not in text
+    assert ModelCard(text).data.library_name == "peft"
+
+
 def test_nothing_in_it_names_a_place_of_this_machine_or_a_secret(run: Finished, exported: Path):
     files = [path for path in exported.rglob("*") if path.is_file()]
     names = {path.relative_to(exported).as_posix() for path in files}
@@ -205,10 +212,6 @@ def test_files_of_run_and_base_go_along_but_for_places_and_secrets(run: Finished
     assert (read.model.name, read.data.train_path) == ("my base", Path(run.cfg.data.train_path).name)
     assert GenerationConfig.from_pretrained(exported).eos_token_id == 2
     assert json.loads((exported / "preprocessor_config.json").read_text()) == {"image_size": 4}
-    text = (run.folder.path / "adapter" / "README.md").read_text()  # as the run itself leaves it
-    assert "secret place" not in text
-    assert "More Information Needed" not in text
-    assert ModelCard(text).data.library_name == "peft"
 
 
 def test_full_run_is_exported_in_its_own_precision_with_an_unknown_licence_said(inputs: Inputs, tmp_path: Path):

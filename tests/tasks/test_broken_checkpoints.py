@@ -130,7 +130,7 @@ def test_run_goes_on_from_what_is_whole_and_ends_as_if_nothing_had_been_broken(
     assert "checkpoint-4 is not continued: moved to" in said
     assert f"continuing from {copy.checkpoints / 'checkpoint-2'}" in said
     assert {"checkpoint-4", "checkpoint-5"} <= {path.name for path in (copy.checkpoints / "incomplete").iterdir()}
-    assert [path.name for path in copy.checkpoints.glob("checkpoint-?")] == ["checkpoint-6"]
+    assert [path.name for path in copy.checkpoints.glob("checkpoint-[0-9]")] == ["checkpoint-6"]
     assert [line["step"] for line in resumed.metrics] == [2, 3, 4, 5, 6]
     whole = train(tmp_path / "whole", inputs, **OPTIONS)
     ends = [load_file(run.folder.path / "adapter" / "adapter_model.safetensors") for run in (whole, resumed)]
