@@ -10,7 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file
 from small_run import Inputs, write_small_run
+from untimed_metrics import untimed
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config, load_resolved
@@ -39,6 +41,15 @@ class Finished:
     @property
     def losses(self) -> list[float]:
         return [line["loss"] for line in self.metrics]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All tensors of the result by file and name."""
+        assert self.folder.result is not None
+        found = {}
+        for path in sorted(self.folder.result.rglob("*.safetensors")):
+            found |= {f"{path.parent.name}/{name}": tensor for name, tensor in load_file(path).items()}
+        return found
 
 
 class StopAfter(StopOnSignal):
@@ -95,6 +106,24 @@ def train_in(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal | None = None
     with patch.object(TrainRun, "train", train_and_keep):
         outcome = find_runner(cfg.task_mode)(cfg, folder=folder, stop=stop or StopOnSignal())
     return Finished(cfg, folder, outcome, seen[0])
+
+
+def stop_and_resume(home: Path, inputs: Inputs, step: int, **changes: Any) -> Finished:
+    """The run of `train` with a SIGTERM during `step`, resumed to its end."""
+    cfg, folder = new_run(home, inputs, **changes)
+    stopped = train_in(cfg, folder, StopAfter(step))
+    assert (stopped.outcome.stop_signal, stopped.outcome.step) == (signal.SIGTERM, step)
+    assert folder.result is None
+    return train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+
+
+def assert_same_course(one: Finished, other: Finished) -> None:
+    """Both ended with the same bits, line by line and weight by weight."""
+    assert untimed(one.metrics) == untimed(other.metrics)
+    first, second = one.weights, other.weights
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
 
 
 def built(home: Path, inputs: Inputs, **changes: Any) -> Finished:

@@ -1,4 +1,4 @@
-"""What follows from a config and the kind of device before any size: precision, kernels, optimizer, rate, links."""
+"""What follows from a config and the kind of device before any size: precision, kernels, optimizer, rate."""
 
 from __future__ import annotations
 

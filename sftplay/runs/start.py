@@ -29,7 +29,6 @@ from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder, name_taken
 from sftplay.log import is_terminal
 from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
 from sftplay.machine.probe import Machine
-from sftplay.plan.fit import Fit
 from sftplay.plan.forecast import Hardware
 from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
@@ -47,6 +46,9 @@ from sftplay.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from sftplay.launch.nodes import Rendezvous
+
+if TYPE_CHECKING:
+    from sftplay.plan.fit import Fit
 
 
 def run_workers(

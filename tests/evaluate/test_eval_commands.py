@@ -21,6 +21,8 @@ from sftplay import cli
 from sftplay.commands import evaluate
 from sftplay.generate.generate import Generator
 
+pytestmark = pytest.mark.usefixtures("verbs_environment")
+
 Command = Callable[..., CompletedProcess[str]]
 
 
@@ -134,12 +136,8 @@ def test_infer_answers_line_by_line_and_remembers_the_conversation(
 
 
 @pytest.fixture
-def styled(run: Finished, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, str]]]:
+def styled(run: Finished) -> Iterator[list[dict[str, str]]]:
     """The run as if it had been trained with a system prompt; the message it puts first."""
-    from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
-
-    for key in quiet_environment() | cache_environment() | offline_environment():
-        monkeypatch.setenv(key, "1")  # so that what the verbs set is undone
     before = run.folder.resolved.read_text()
     assert "  system: null\n" in before
     run.folder.resolved.write_text(before.replace("  system: null\n", "  system: old boats\n"))
@@ -229,23 +227,6 @@ def test_eval_gives_the_figures_that_the_run_measured(run: Finished, config: Pat
     assert result["after"]["perplexity"] == pytest.approx(math.exp(result["after"]["loss"]))
 
 
-def test_eval_of_the_test_rows_goes_to_files_of_its_own(
-    run: Finished, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
-
-    for key in quiet_environment() | cache_environment() | offline_environment():
-        monkeypatch.setenv(key, "1")  # so that what the verb sets is undone
-    before = read(run, "after")
-    assert cli.main(["eval", "--config", str(config), "--split", "test", "eval.limit=3"]) == 0
-    assert read(run, "test-after")["n"] == read(run, "test-before")["n"] == 3
-    assert read(run, "test-after")["loss"] != before["loss"]
-    assert read(run, "after") == before
-    shown = capsys.readouterr().out
-    assert "base" in shown
-    assert "tuned" in shown
-
-
 @pytest.mark.contract
 @pytest.mark.parametrize("arguments", [["eval", "--split", "test"], ["eval-test"]], ids=" ".join)
 def test_eval_of_test_rows_that_are_not_named_is_refused(
@@ -257,13 +238,9 @@ def test_eval_of_test_rows_that_are_not_named_is_refused(
 
 @pytest.fixture
 def measure(
-    run: Finished, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Finished, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[dict[str, Any], set[str]]]:
     """Runs an eval verb: what it tells as JSON, and the names of the files below eval/ that it wrote."""
-    from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
-
-    for key in quiet_environment() | cache_environment() | offline_environment():
-        monkeypatch.setenv(key, "1")  # so that what the verb sets is undone
 
     def versions() -> dict[str, tuple[int, int]]:
         """The inode too: a file that replaces another one may have the same time."""
@@ -291,6 +268,9 @@ def test_eval_test_measures_both_models_on_the_test_rows(run: Finished, measure:
     rows = [json.loads(line) for line in (run.folder.eval / "test-after.jsonl").read_text().splitlines()]
     held_out = [json.loads(line)["messages"] for line in inputs.held_out.read_text().splitlines()]
     assert [row["reference"] for row in rows] == [turns[1]["content"] for turns in held_out[:4]]  # eval.limit: 4
+    fewer, again = measure("eval", "--split", "test", "eval.limit=3")
+    assert again == written
+    assert fewer["before"]["n"] == fewer["after"]["n"] == 3
 
 
 def test_eval_full_answers_every_row_and_counts_by_every_metric(run: Finished, measure: Any):
@@ -299,6 +279,9 @@ def test_eval_full_answers_every_row_and_counts_by_every_metric(run: Finished, m
     assert result["before"]["n"] == result["after"]["n"] == 12
     assert {"loss", "perplexity", "exact_match", "rouge_l", "chrf"} < set(result["after"])
     assert result["after"]["loss"] < result["before"]["loss"]
+    chosen, _ = measure("eval-full", "eval.limit=3", "eval.metrics=[chrf]")  # the command line goes first
+    assert chosen["after"]["n"] == 3
+    assert set(chosen["after"]) == {"n", "loss", "perplexity", "chrf"}
 
 
 def test_eval_quick_answers_fifty_rows_and_leaves_the_base_out(run: Finished, measure: Any, tmp_path: Path):
@@ -309,12 +292,6 @@ def test_eval_quick_answers_fifty_rows_and_leaves_the_base_out(run: Finished, me
     assert written == pair("quick-", "after")
     assert result == {"after": read(run, "quick-after")}
     assert result["after"]["n"] == 50
-
-
-def test_what_the_command_line_says_goes_before_what_an_eval_verb_sets(run: Finished, measure: Any):
-    result, _ = measure("eval-full", "eval.limit=3", "eval.metrics=[chrf]")
-    assert result["after"]["n"] == 3
-    assert set(result["after"]) == {"n", "loss", "perplexity", "chrf"}
 
 
 @pytest.mark.contract

@@ -12,14 +12,14 @@ import pytest
 import torch
 from in_process import Inputs, sized, written_config
 from lively import lively_model
+from plain_loss import mean_loss
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import CHRF
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.data.pipeline import load_examples
 from sftplay.evaluate import evaluate as measuring
-from sftplay.evaluate.evaluate import evaluate, evenly_spaced, held_out_loss, ready_to_answer, score_answers
+from sftplay.evaluate.evaluate import evaluate, held_out_loss, ready_to_answer, score_answers
 from sftplay.generate.generate import Generator, answer_all, stream_answer
 from sftplay.model.recomputation import is_recomputing, recomputation
 
@@ -56,18 +56,6 @@ def plain_answer(model: Any, tokenizer: Any, prompt: list[int], tokens: int, end
     return tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 16])
-def test_answers_come_in_order_and_do_not_depend_on_their_neighbours(
-    batch_size: int, model: Any, tokenizer: Any, prompts: list[list[int]]
-):
-    expected = [plain_answer(model, tokenizer, prompt, 12, {END}) for prompt in prompts]
-    assert len(set(expected)) == len(prompts)
-    heard: list[int] = []
-    actual = answer_all(Generator(model, tokenizer, [END], 12), prompts, batch_size=batch_size, progress=heard.append)
-    assert actual == expected
-    assert heard[-1] == len(prompts)
-
-
 def test_answer_ends_at_any_of_the_end_tokens(model: Any, tokenizer: Any, prompts: list[list[int]]):
     with torch.no_grad():
         out = model.generate(torch.tensor([prompts[2]]), max_new_tokens=12, do_sample=False, eos_token_id=399)
@@ -81,10 +69,7 @@ def test_answer_ends_at_any_of_the_end_tokens(model: Any, tokenizer: Any, prompt
     "shipped",
     [
         {"repetition_penalty": 5.0},
-        {"no_repeat_ngram_size": 1},
         {"do_sample": True, "temperature": 5.0, "top_k": 400},
-        {"num_beams": 3},
-        {"suppress_tokens": list(range(3, 380))},
         {"min_new_tokens": 12},
     ],
 )
@@ -122,14 +107,8 @@ def test_stream_that_fails_ends_with_the_error_instead_of_waiting(model: Any, to
 
 
 def plain_loss(model: Any, rows: Any) -> float:
-    total, count = 0.0, 0
-    for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
-        targets = torch.tensor(labels[1:])
-        total += functional.cross_entropy(logits, targets, reduction="sum").item()
-        count += int((targets != -100).sum())
-    return total / count
+    pairs = zip(rows["input_ids"], rows["labels"], strict=True)
+    return mean_loss(model, ({"input_ids": ids, "labels": labels} for ids, labels in pairs))
 
 
 def make_rows(lengths: list[int]) -> dict[str, list[list[int]]]:
@@ -175,22 +154,6 @@ def test_metrics_are_those_of_their_libraries():
     rouge = RougeScorer(["rougeL"], use_stemmer=False)
     assert means["rouge_l"] == pytest.approx(sum(rouge.score(r, a)["rougeL"].fmeasure for a, r in pairs) / 5)
     assert means["chrf"] == pytest.approx(sum(CHRF().sentence_score(a, [r]).score for a, r in pairs) / 500)
-
-
-def test_metrics_by_hand():
-    # ROUGE-L of "a b c" and "a x c": the common subsequence is "a c", precision and recall 2/3.
-    means, _ = score_answers(["a b c"], ["a x c"], metrics=["rouge_l"])
-    assert means == {"rouge_l": pytest.approx(2 / 3)}
-    means, _ = score_answers(["same words", "abc"], ["same words", "xyz"], metrics=["chrf", "rouge_l"])
-    assert means == {"chrf": pytest.approx(0.5), "rouge_l": pytest.approx(0.5)}
-    assert score_answers([], [], metrics=["exact_match"]) == ({"exact_match": 0.0}, [])
-
-
-def test_limit_takes_rows_evenly_from_the_whole_set():
-    assert evenly_spaced(list("abcdefgh"), 4) == list("aceg")
-    assert evenly_spaced(list("abc"), None) == list("abc")
-    assert evenly_spaced(list("abc"), 7) == list("abc")
-    assert len(set(evenly_spaced(list(range(1000)), 199))) == 199
 
 
 def test_evaluation_writes_figures_and_every_answer(inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any):

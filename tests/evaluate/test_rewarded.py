@@ -44,7 +44,9 @@ def answered() -> tuple[TwoRewards, list[Rewarded]]:
 
 
 def test_means_leave_out_what_is_not_known_and_form_does_not_decide_what_passes():
-    figures = compute_figures(answered()[1], rewards=REWARDS)
+    rewards, answers = answered()
+    assert rewards.columns == {"answer": ["a."] * 4, "only": [None, 1, 1, 1]}
+    figures = compute_figures(answers, rewards=REWARDS)
     assert figures["n"] == 4
     assert figures["reward/right"] == pytest.approx(1 / 3)
     assert figures["reward/shape"] == pytest.approx(1 / 4)
@@ -55,16 +57,7 @@ def test_means_leave_out_what_is_not_known_and_form_does_not_decide_what_passes(
     assert figures["completion_tokens"] == 2
     assert figures["abstained"] == {"right": 1}
     assert figures["statuses"] == {"infra": 1, "ok": 1, "wrong": 1}
-
-
-def test_rewards_get_the_columns_of_all_rows_aligned():
-    rewards, _ = answered()
-    assert rewards.columns == {"answer": ["a."] * 4, "only": [None, 1, 1, 1]}
-
-
-def test_rewards_for_form_alone_let_nothing_pass_or_fail():
-    figures = compute_figures(answered()[1], rewards=REWARDS[1:])
-    assert not {"pass", "pass_stderr"} & set(figures)
+    assert not {"pass", "pass_stderr"} & set(compute_figures(answers, rewards=REWARDS[1:]))
 
 
 def test_every_answer_stands_beside_the_figures(tmp_path: Path):

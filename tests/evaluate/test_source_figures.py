@@ -50,8 +50,6 @@ def test_each_source_has_its_figures_of_both_sides():
     ("after", "percent", "words"),
     [
         (0.9, -10.0, "fell by 10.0 % over 20 held-out row(s): nothing of it was forgotten"),
-        (1.04, 4.0, "rose by 4.0 % over 20 held-out row(s): hardly anything of it was forgotten"),
-        (1.19, 19.0, "rose by 19.0 % over 20 held-out row(s): some of it was forgotten"),
         (2.5, 150.0, "rose by 150.0 % over 20 held-out row(s): much of it was forgotten"),
     ],
 )
@@ -61,11 +59,10 @@ def test_forgetting_is_the_rise_of_the_loss_on_chats_with_what_it_means(after: f
     assert anchor["forgetting"] == f"the loss on chat {words}"
 
 
-@pytest.mark.parametrize("rows", [1, 19])
-def test_few_held_out_chats_give_no_verdict_in_words(rows: int):
-    anchor = both(side(3.0, 1.0, rows=rows), side(2.0, 0.9, rows=rows))["anchor"]["chat"]
-    said = f"the loss on chat fell by 10.0 % over {rows} held-out row(s): too few to tell, 20 are needed"
-    assert (anchor["forgetting"], anchor["rows"]) == (said, rows)
+def test_few_held_out_chats_give_no_verdict_in_words():
+    anchor = both(side(3.0, 1.0, rows=19), side(2.0, 0.9, rows=19))["anchor"]["chat"]
+    said = "the loss on chat fell by 10.0 % over 19 held-out row(s): too few to tell, 20 are needed"
+    assert (anchor["forgetting"], anchor["rows"]) == (said, 19)
 
 
 def test_one_side_alone_says_nothing_about_forgetting():
@@ -83,15 +80,12 @@ def test_perplexity_of_another_tokenizer_is_marked_as_not_comparable():
     assert both(side(3.0), side(2.0))["perplexity_compares"]
 
 
-def test_a_side_that_was_measured_with_another_stride_does_not_stand_beside_it():
+def test_measuring_again_replaces_one_side_and_one_with_another_stride_both():
+    again = with_side(both(side(3.0), side(2.0)), "before", **side(3.5))
+    assert (again["sources"]["domain"]["loss_before"], again["sources"]["domain"]["loss_after"]) == (3.5, 2.0)
     content = both(side(3.0, 1.0), side(2.0, 1.0, stride=2))
     assert content["sources"]["domain"]["perplexity_before"] is None
     assert content["anchor"]["chat"]["loss_before"] is None
-
-
-def test_measuring_again_replaces_one_side_only():
-    content = with_side(both(side(3.0), side(2.0)), "before", **side(3.5))
-    assert (content["sources"]["domain"]["loss_before"], content["sources"]["domain"]["loss_after"]) == (3.5, 2.0)
 
 
 @pytest.fixture(scope="module")

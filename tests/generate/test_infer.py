@@ -7,7 +7,6 @@ import os
 import signal
 from pathlib import Path
 from threading import Event
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,11 +129,8 @@ def test_longest_answer_and_temperature_are_set_and_shown(conversation: Conversa
     [
         ("/rest", "did you mean /reset?"),
         ("/xyz abc", "/help lists what there is"),
-        ("/quitt", "did you mean /quit?"),
         ("/max many", "not a number of tokens: 'many'"),
-        ("/max 0", "not a number of tokens"),
         ("/temperature -1", "not a temperature: '-1'"),
-        ("/temperature nan", "not a temperature"),
         ("/reset now", "takes nothing"),
         ("/help", HELP),
     ],
@@ -147,13 +143,6 @@ def test_a_command_that_cannot_be_done_is_answered_and_changes_nothing(
     turns = list(conversation.turns)
     assert message in str(run_command(conversation, line))
     assert (conversation.generator, conversation.turns) == (generator, turns)
-
-
-def test_help_lists_every_command(conversation: Conversation):
-    from sftplay.generate.chat import COMMANDS
-
-    assert [line.split()[0] for line in HELP.splitlines() if line.startswith("/")] == [*COMMANDS, "/quit"]
-    assert run_command(conversation, "/quit") is None
 
 
 def test_the_oldest_turns_are_forgotten_with_a_message_when_they_no_longer_fit(
@@ -226,16 +215,12 @@ def test_ctrl_c_ends_the_answer_and_what_came_of_it_is_remembered(
     assert 0 < len(answer) < len(whole)
     assert [turn.content for turn in conversation.turns] == ["why", answer]
     assert signal.getsignal(signal.SIGINT) is handler
-
-
-def test_a_second_ctrl_c_ends_the_program(conversation: Conversation, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
-    conversation.generator = Generator(conversation.generator.model, tokenizer, [], 90)
-    monkeypatch.setattr("sys.stdout", Interrupting(2))
+    monkeypatch.setattr("sys.stdout", Interrupting(2))  # a second one ends the program
     with pytest.raises(KeyboardInterrupt):
         infer._answer(conversation, "why")
 
 
-@pytest.mark.parametrize("text", ["why ünïcödé 🜁 boats", "  two  spaces \n\n new line", "日本語"])
+@pytest.mark.parametrize("text", ["why ünïcödé 🜁 boats", "  two  spaces \n\n new line"])
 def test_pieces_of_an_answer_hold_whole_characters_and_make_up_its_text(tokenizer: Any, text: str):
     ids = tokenizer(text)["input_ids"]
     assert len(ids) > 5
@@ -248,12 +233,6 @@ def test_pieces_of_an_answer_hold_whole_characters_and_make_up_its_text(tokenize
     assert "".join(parts) == text
     assert len(parts) > 1
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
-
-
-def test_a_model_without_a_limit_is_given_the_whole_conversation(conversation: Conversation, tokenizer: Any):
-    open_end = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace()))
-    assert Generator(open_end, tokenizer, [END], 8).context_tokens is None
-    assert conversation.generator.context_tokens == 120
 
 
 @pytest.fixture(scope="module")

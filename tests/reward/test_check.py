@@ -22,6 +22,7 @@ from sftplay.sandbox.choose import SAFE, find_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [path for path in sorted(ROOT.glob("configs/*.yaml")) if "\nrewards:" in path.read_text()]
+assert len(CONFIGS) >= 2
 needs_boxes = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
 CASES = [Case(f"#### {n}", {"answer": f"#### {n}"}) for n in (3, 14, 159, 26)]
@@ -106,10 +107,6 @@ def test_a_reward_of_the_user_s_is_judged_by_what_it_pays_for(user, function, ve
 def test_shipped_rewards_can_tell(use, options):
     finding = found(use, **options)
     assert (finding.verdict, finding.why) == ("ok", "")
-
-
-def test_a_pattern_that_takes_everything_is_constant():
-    assert found("regex", pattern="(?s).*").verdict == "constant"
 
 
 def patient(rewards):
@@ -205,12 +202,8 @@ def test_every_shipped_config_has_rewards_that_can_tell(path, monkeypatch, capsy
     waits = [f"rewards.{n}.deadline={HANG_S}" for n in range(len(load_config(str(path)).rewards))]
     if "code_tests" in path.read_text():
         waits += [f"sandbox.{key}={value}" for key, value in PATIENT_BOX.items()]
-    assert reward_check(Namespace(config=str(path), overrides=waits, run=None, input="", n=12, json=True)) == 0
+    assert reward_check(Namespace(config=str(path), overrides=waits, run=None, input="", n=6, json=True)) == 0
     assert {each["verdict"] for each in json.loads(capsys.readouterr().out.splitlines()[-1])} == {"ok"}
-
-
-def test_configs_with_rewards_are_shipped():
-    assert len(CONFIGS) >= 2
 
 
 ROWS = [{"prompt": f"{n} + 1 =", "answer": f"{n + 1}"} for n in range(6)]
@@ -233,11 +226,6 @@ def test_a_run_that_would_learn_from_such_a_reward_does_not_begin(tmp_path, user
     assert main(["train", "--config", path, *small, "--dry-run"]) == 0
 
 
-def test_rewards_that_can_tell_let_a_run_begin(user):
-    rewards = [{"name": "right", "use": "math"}, {"name": "form", "use": "format", "options": {"form": "reasoning"}}]
-    assert [finding.verdict for finding in before_training(rewards)] == ["ok", "ok"]
-
-
 @pytest.mark.parametrize("name", ["constant", "has_mark", "raises", "is_short"])
 def test_a_reward_that_cannot_tell_stops_a_run_before_it_trains(user, name):
     with pytest.raises(RunError, match=f"{name}: ") as refusal:
@@ -258,14 +246,17 @@ def test_rows_without_answers_try_nothing_and_that_is_said(user, capsys):
     assert "the rewards are not tried" in capsys.readouterr().out
 
 
-def test_a_column_that_the_rows_lack_is_named(tmp_path, capsys):
-    with pytest.raises(DataError, match="reads the column entry_point"):
-        checked(tmp_path, [{"name": "code", "use": "syntax"}], capsys)
-
-
-def test_rows_without_different_answers_are_refused(tmp_path, capsys):
-    with pytest.raises(DataError, match="fewer than two different answers"):
-        checked(tmp_path, [{"name": "right", "use": "math"}], capsys, rows=[{"question": "a", "answer": "b"}])
+@pytest.mark.parametrize(
+    ("rewards", "rows", "error", "said"),
+    [
+        ([{"name": "code", "use": "syntax"}], None, DataError, "reads the column entry_point"),
+        ([{"name": "right", "use": "math"}], [{"question": "a", "answer": "b"}], DataError, "fewer than two different"),
+        ([], None, ConfigError, "has no rewards"),
+    ],
+)
+def test_rows_and_rewards_that_do_not_fit_are_refused(tmp_path, capsys, rewards, rows, error, said):
+    with pytest.raises(error, match=said):
+        checked(tmp_path, rewards, capsys, rows=rows)
 
 
 def test_rows_that_are_left_out_are_said(tmp_path, capsys):
@@ -282,27 +273,16 @@ def test_rows_that_are_left_out_are_said(tmp_path, capsys):
     assert "2 of the first 32 rows cannot be read" in "".join(capsys.readouterr())
 
 
-def test_a_config_without_rewards_is_refused(tmp_path, capsys):
-    with pytest.raises(ConfigError, match="has no rewards"):
-        checked(tmp_path, [], capsys)
-
-
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
         ({"use": "math", "name": "a b"}, r"'a b' is not text that matches \^\[A-Za-z0-9_-\]"),
-        ({"use": "exact_mach"}, "there is no reward 'exact_mach'"),
         ({"use": "regex"}, "needs the option pattern"),
         ({"use": "code_tests", "options": {"mode": "al"}}, "mode of the reward code_tests is 'al'"),
-        ({"use": "format", "options": {"form": "box"}}, "form of the reward format is 'box'"),
         ({"use": "math", "options": {"falback": "none"}}, "no option 'falback'"),
-        ({"use": "math", "options": {"fallback": "last"}}, "fallback of the reward math is 'last'"),
         ({"use": "code_tests", "options": {"shown_weight": "half"}}, "shown_weight of the reward code_tests is 'half'"),
-        ({"use": "length", "options": {"most": "ten"}}, "most of the reward length is 'ten'\n.*a whole number"),
         ({"use": "repetition", "options": {"words": 0}}, "words of the reward repetition is 0\n.*1 or more"),
         ({"use": "regex", "options": {"pattern": "("}}, r"pattern of the reward regex is '\('\n.*unterminated"),
-        ({"use": "regex", "options": {"pattern": "a", "whole": "no"}}, "is 'no'\n.*true or false"),
-        ({"use": "exact_match", "options": {"after": 4}}, "is 4\n.*a text"),
         ({"use": "json_schema", "options": {"schema": {"type": "objct"}}}, "\n.*'objct' is not valid"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The reward code_tests beside programs that try to cheat, which get nothing, and odd but right ones: all of it."""
+"""The reward code_tests: right programs in the forms that chats have get all, wrong ones and cheats get nothing."""
 
 import pytest
 from patience import PATIENT_BOX
@@ -11,8 +11,21 @@ from sftplay.sandbox.choose import SAFE, find_problem
 pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
 TESTED = {"name": "tests", "use": "code_tests", "deadline": HANG_S}
-
 TESTS = ["assert add(1, 2) == 3", "assert add(-4, 4) == 0", "assert add([1], [2]) == [1, 2]"]
+
+ADD = "def add(a, b):\n    return a + b\n"
+BAD = "def add(a, b):\n    return a - b\n"
+HELPED = "def add(a, b):\n    return plus(a, b)\n"
+PLUS = "def plus(a, b):\n    return a + b\n"
+
+
+def block(code, label="python", fence="```"):
+    return f"{fence}{label}\n{code}{fence}"
+
+
+def shift(text, by="    "):
+    return "".join(by + line for line in text.splitlines(keepends=True))
+
 
 CHEATS = [
     "",
@@ -32,37 +45,124 @@ CHEATS = [
     "        except OSError: pass\n    return 41",
     "add = 3",
     "raise KeyboardInterrupt",
+    ADD + "del add\n",
 ]
 """As the program of a block; none of them adds."""
 
-LOOPS = "def add(a, b):\n    while True: pass"
-
-HASTY = {"timeout": 2.0, "test_timeout": 1.5}
-
 RIGHT = [
-    "```python\ndef add(a, b):\n    return a + b\n```",
-    "def add(a, b): return a + b",
-    "```\ndef add(a, b): return a + b\n```",
-    "```py\nadd = lambda a, b: a + b\n```",
-    "```python\nfrom operator import add\n```",
-    "<think>```python\ndef add(a, b): return 0\n```</think>\n```python\ndef add(a, b): return a + b\n```",
-    "```python\ndef add(a, b): return a + b\n```\n\n```python\nprint(add(1, 2))\n```",
-    "Here:\n\n~~~python\ndef add(a, b): return a + b\n~~~\nas asked.",
-    "```python\nclass add:\n    def __new__(cls, a, b): return a + b\n```",
-    "```python\ndef add(*both): return both[0] + both[1]\nprint('noise')\n```",
-    "```python\nimport sys, warnings\nwarnings.warn('odd')\nsys.stderr.write('x')\ndef add(a, b): return a + b\n```",
-    "```python\ndef add(a, b): return a + b\nif __name__ == '__main__': raise SystemExit\n```",
-    "```python\ndef add(a, b): return a + b\n",
-    "```python\nimport functools\n@functools.lru_cache\ndef inner(a, b): return a + b\ndef add(a, b):\n"
-    "    return inner(a, b) if isinstance(a, int) else a + b\n```",
+    # fences in odd places
+    "1. Write it:\n\n" + shift(block(ADD), "   ") + "\n2. Run it.",
+    "- ```python\n  def add(a, b):\n      return a + b\n  ```",
+    "```python\ndef add(a, b):\n    return a + b```\nThis adds both.",
+    "```python\ndef add(a, b):\n    return a + b\n``` Hope this helps!",
+    "Here is the code: ```python\ndef add(a, b):\n    return a + b\n```",
+    "> Here it is:\n>\n> ```python\n> def add(a, b):\n>     return a + b\n> ```",
+    "> > ```python\n> > def add(a, b):\n> >     return a + b\n> > ```",
+    shift(block(ADD), "\t"),
+    block(ADD, fence="~~~"),
+    block(ADD, fence="````"),
+    block(ADD).replace("\n", "\r\n"),
+    block(ADD.replace("    ", "\t")),
+    block(shift(ADD)),
+    # labels
+    *(block(ADD, label) for label in ("python3.11", "ipython", "text", "Python", "{.python}", "solution.py", "")),
+    block(ADD, 'python title="add.py"'),
+    # sessions
+    block(">>> def add(a, b):\n...     return a + b\n...\n>>> add(1, 2)\n3\n"),
+    block("In [1]: def add(a, b):\n   ...:     return a + b\n   ...:\n\nIn [2]: add(1, 2)\nOut[2]: 3\n", "ipython"),
+    ">>> def add(a, b):\n...     return a + b\n>>> add(1, 2)\n3",
+    block("%matplotlib inline\n" + ADD),
+    # several blocks
+    "The helper:\n" + block(PLUS) + "\nand with it:\n" + block(HELPED),
+    "The solution:\n" + block(HELPED) + "\nIt needs:\n" + block(PLUS),
+    block("import operator\n") + "\nthen\n" + block("def add(a, b):\n    return operator.add(a, b)\n"),
+    block(ADD) + "\nOutput of `add(1, 2)`:\n" + block("3\n", ""),
+    block(ADD) + "\nUsage:\n" + block("from solution import add\nprint(add(1, 2))\n"),
+    block(BAD) + "\nThat subtracts. Mended:\n" + block(ADD),
+    block("pip install nothing\n", "bash") + "\n" + block(ADD),
+    block("x = 1 +\n") + "\n" + block(ADD),
+    "In JavaScript:\n" + block("const add = (a, b) => a + b\n", "js") + "\nIn Python:\n" + block(ADD),
+    # fences within
+    block('def add(a, b):\n    """Add.\n\n    ```python\n    add(1, 2)\n    ```\n    """\n    return a + b\n'),
+    block("# ``` is no fence here\n" + ADD),
+    # without a fence
+    "Here is the code:\n\n" + ADD + "\nIt adds the two numbers.",
+    "Here is the code:\n\n" + shift(ADD),
+    "Solution: def add(a, b): return a + b",
+    "Use `add = lambda a, b: a + b`.",
+    "First import what is needed.\n\nimport operator\n\ndef add(a, b):\n    return operator.add(a, b)\n\nThat is all.",
+    "<answer>\n" + ADD + "</answer>",
+    "[PYTHON]\n" + ADD + "[/PYTHON]",
+    # the rest
+    "<think>Maybe\n" + block(BAD) + "\nno.</think>\n" + block(ADD),
+    block("class Solution:\n    def add(self, a, b):\n        return a + b\n"),
+    block("class add:\n    def __new__(cls, a, b): return a + b\n"),
+    block(ADD + "if __name__ == '__main__': raise SystemExit\n"),
+    block("import sys, warnings\nwarnings.warn('odd')\nsys.stderr.write('x')\n" + ADD),
+    "```python\n" + ADD + "\ndef main():\n    print(add(1,",
+    "```python\n" + ADD,
+]
+
+WRONG = [
+    "I cannot help with that.",
+    "The function add(a, b) returns a + b.",
+    # programs that do something else
+    block(BAD),
+    block("def add(a, b):\n    print(a + b)\n"),
+    block("def add(a, b):\n    return str(a + b)\n"),
+    block("def add(a):\n    return a\n"),
+    block("def add(a, b):\n    raise NotImplementedError\n"),
+    block("def add(a, b):\n    return a + c\n"),
+    block("def add(a, b):\n    yield a + b\n"),
+    block("async def add(a, b):\n    return a + b\n"),
+    # another name, another place
+    block("def Add(a, b):\n    return a + b\n"),
+    block("def outer():\n    def add(a, b):\n        return a + b\n"),
+    block("class Sum:\n    def add(self, a, b):\n        return a + b\n"),
+    block("'''\ndef add(a, b):\n    return a + b\n'''\n"),
+    block(HELPED),
+    # no Python
+    block("def add(a, b):\n    return (a + b\n"),
+    block(ADD + "This adds both numbers.\n"),
+    "```python\ndef add(a, b):\n    total = a + b\n    return (",
+    block(ADD, "java"),
+    # taken back, or only thought
+    "<think>" + block(ADD) + "</think> Done.",
+    "<think>\nI would write\n" + block(ADD),
+    "<think>" + block(ADD) + "</think>" + block(BAD),
+    block(ADD) + "\nNo, better:\n" + block(BAD),
+    ADD + "\nThat is wrong. Rather:\n\n" + BAD,
+    block(ADD) + "\nSimpler:\n" + block("add = lambda a, b: a\n"),
+    # leaving
+    block("import sys\nsys.exit(0)\n" + ADD),
 ]
 
 
-def scores(answers, box=PATIENT_BOX):
+def score(answers, box=PATIENT_BOX, shown=None):
     content = {"model": {"name": "builtin:tiny"}, "rewards": [TESTED], "sandbox": box}
-    columns = {"tests": [TESTS] * len(answers), "entry_point": ["add"] * len(answers), "shown": [1] * len(answers)}
+    columns = {"tests": [TESTS] * len(answers), "entry_point": ["add"] * len(answers)}
     with RewardSet(RunConfig.model_validate(content)) as rewards:
-        return rewards.score(answers, columns).by_name["tests"].values
+        return rewards.score(answers, columns | {"shown": shown or [1] * len(answers)})
+
+
+@pytest.fixture(scope="module")
+def values():
+    answers = [*RIGHT, *WRONG, *map(block, CHEATS)]
+    return dict(zip(answers, score(answers).by_name["tests"].values, strict=True))
+
+
+def test_a_right_program_is_paid_in_whatever_form_it_is_written(values):
+    assert [answer for answer in RIGHT if values[answer] != 1] == []
+
+
+def test_a_wrong_program_is_paid_in_no_form(values):
+    assert [answer for answer in WRONG if values[answer] != 0] == []
+
+
+def test_programs_that_cheat_get_nothing(values):
+    assert [program for program in CHEATS if values[block(program)] != 0] == []
+    loops = score([block("def add(a, b):\n    while True: pass\n")], {"timeout": 2.0, "test_timeout": 1.5})
+    assert loops.by_name["tests"].values == [0.0]
 
 
 def test_a_row_may_have_columns_of_any_name():
@@ -73,19 +173,8 @@ def test_a_row_may_have_columns_of_any_name():
         "rewards": [TESTED, {"name": "form", "use": "format", "deadline": HANG_S}],
     }  # fmt: skip
     with RewardSet(RunConfig.model_validate(content)) as rewards:
-        scored = rewards.score(RIGHT[:1], columns)
-        assert [scores.values for scores in scored.by_name.values()] == [[1.0], [1.0]]
-        assert rewards.workers["tests"](RIGHT[:1], **columns).values == [1.0]
-
-
-def test_programs_that_cheat_get_nothing():
-    found = scores([f"```python\n{program}\n```" for program in CHEATS])
-    assert {program: value for program, value in zip(CHEATS, found, strict=True) if value != 0} == {}
-    assert scores([f"```python\n{LOOPS}\n```"], HASTY) == [0.0]
-
-
-def test_odd_but_right_answers_get_all():
-    assert {answer: value for answer, value in zip(RIGHT, scores(RIGHT), strict=True) if value != 1} == {}
+        scored = rewards.score([block(ADD)], columns)
+    assert [scores.values for scores in scored.by_name.values()] == [[1.0], [1.0]]
 
 
 def test_a_verdict_says_whether_all_tests_that_the_question_hides_are_passed():
@@ -95,18 +184,13 @@ def test_a_verdict_says_whether_all_tests_that_the_question_hides_are_passed():
         "def add(a, b): return 3",
         "?",
     ]
-    content = {"model": {"name": "builtin:tiny"}, "rewards": [TESTED], "sandbox": PATIENT_BOX}
-    columns = {"tests": [TESTS] * 5, "entry_point": ["add"] * 5, "shown": [1, 1, 1, 1, 3]}
-    with RewardSet(RunConfig.model_validate(content)) as rewards:
-        scored = rewards.score([*answers, answers[0]], columns)
+    scored = score([*answers, answers[0]], shown=[1, 1, 1, 1, 3])
     assert [each["hidden_pass"] for each in scored.verdicts if each] == [True, True, False, False, None]
     assert scored.by_name["tests"].values == [1.0, pytest.approx(0.8), pytest.approx(0.2), 0.0, 1.0]
 
 
 def test_a_row_without_tests_says_nothing_of_a_program():
-    cfg = RunConfig.model_validate(
-        {"model": {"name": "builtin:tiny"}, "rewards": [{"name": "tests", "use": "code_tests"}]}
-    )
-    with RewardSet(cfg) as rewards:
-        found = rewards.score([RIGHT[0]] * 2, {"tests": [None, []]}).by_name["tests"]
+    content = {"model": {"name": "builtin:tiny"}, "rewards": [TESTED]}
+    with RewardSet(RunConfig.model_validate(content)) as rewards:
+        found = rewards.score([block(ADD)] * 2, {"tests": [None, []]}).by_name["tests"]
     assert (found.values, found.reasons) == ([None, None], ["a row has no tests"])

@@ -8,25 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import Inputs, built, train
+from in_process import Inputs, built, sized, train, written_config
 
-from sftplay.model.adapter import make_trainable_fp32
 from sftplay.train.preflight import find_problems
 
-LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
-
-def adapted(model: Any) -> set[str]:
-    return {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
-
-
-def test_auto_targets_are_every_linear_layer_but_the_head(inputs: Inputs, tmp_path: Path):
-    assert adapted(built(tmp_path, inputs).trainer.model) == LINEAR
-
-
-@pytest.mark.parametrize("names", [["q_proj"], ["v_proj", "down_proj"]])
-def test_listed_targets_are_the_only_ones(names: list[str], inputs: Inputs, tmp_path: Path):
-    assert adapted(built(tmp_path, inputs, tuning__lora__target_modules=names).trainer.model) == set(names)
+@pytest.mark.parametrize(
+    ("listed", "adapted"),
+    [
+        ("auto", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),  # all but the head
+        (["v_proj", "down_proj"], {"v_proj", "down_proj"}),
+    ],
+)
+def test_target_modules_are_the_layers_with_a_pair(listed: Any, adapted: set[str], inputs: Inputs, tmp_path: Path):
+    model = built(tmp_path, inputs, tuning__lora__target_modules=listed).trainer.model
+    assert {name.rsplit(".", 1)[-1] for name, each in model.named_modules() if hasattr(each, "lora_A")} == adapted
 
 
 def scale(model: Any) -> float:
@@ -97,13 +93,6 @@ def test_adapter_weights_are_fp32_when_training_starts(mode: str, inputs: Inputs
     assert {p.dtype for n, p in model.named_parameters() if "norm" in n} == {torch.bfloat16}
 
 
-def test_only_what_trains_is_made_fp32():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).half()
-    model[0].requires_grad_(False)
-    make_trainable_fp32(model)
-    assert [p.dtype for p in model.parameters()] == [torch.float16] * 2 + [torch.float32] * 2
-
-
 RANK = {
     "world_size": 2, "is_main": True, "model_class": "DistributedDataParallel", "fingerprint": "a", "parameters": "b",
     "rows_per_step": 4, "distributed_type": "MULTI_CPU", "base": "c", "rows": "d",
@@ -128,6 +117,6 @@ RANK = {
 def test_preflight_names_what_differs_from_the_plan(
     change: dict[str, Any], problem: str, inputs: Inputs, tmp_path: Path
 ):
-    cfg = built(tmp_path, inputs).cfg
+    cfg = sized(written_config(tmp_path, inputs))
     problems = find_problems([RANK, {**RANK, "is_main": False, **change}], cfg, world_size=2)
     assert [problem in line for line in problems] == [True] * bool(problem)

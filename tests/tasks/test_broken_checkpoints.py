@@ -17,7 +17,7 @@ from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 from safetensors.torch import load_file
 
 from sftplay.errors import ConfigError
-from sftplay.launch.checkpoints import MARKER, list_checkpoints, mark_complete, newest_complete
+from sftplay.launch.checkpoints import MARKER, mark_complete, newest_complete
 from sftplay.launch.run_folder import RunFolder
 from sftplay.train.checkpointing import find_unreadable
 
@@ -81,7 +81,6 @@ STRANGE = "is not what the Trainer writes"
         ("scheduler.pt", lambda c: saved({"last_epoch": Command(c)}, c / "x"), PICKLE),
         ("scaler.pt", lambda c: saved(Command(c), c / "x"), PICKLE),
         ("optimizer.pt", lambda c: pickle.dumps(Command(c)), "cannot be read"),
-        ("optimizer.pt", lambda _: b"", "cannot be read"),
         ("optimizer.pt", lambda c: (c / "optimizer.pt").read_bytes()[:900], "cannot be read"),
         ("optimizer.pt", lambda c: saved([1, 2], c / "x"), STRANGE),
         ("rng_state.pth", lambda c: saved({"python": 1}, c / "x"), STRANGE),
@@ -90,19 +89,10 @@ STRANGE = "is not what the Trainer writes"
             lambda c: (c / "adapter_model.safetensors").read_bytes()[:500],
             "holds no tensors",
         ),
-        ("trainer_state.json", lambda _: b"[]", STRANGE),
         ("trainer_state.json", lambda _: b"{", STRANGE),
-        ("trainer_state.json", lambda _: b"\xff", STRANGE),
         ("trainer_state.json", lambda _: b'{"no such field": 1}', STRANGE),
-        ("trainer_state.json", state(global_step="5"), "is not of step 5"),
         ("trainer_state.json", state(global_step=3), "is not of step 5"),
-        ("trainer_state.json", state(global_step=5.5), "is not of step 5"),
         ("trainer_state.json", state(log_history={"a": 1}), STRANGE),
-        ("trainer_state.json", state(stateful_callbacks=[1]), STRANGE),
-        ("trainer_state.json", state(best_model_checkpoint=7), STRANGE),
-        ("trainer_state.json", state(epoch="x"), STRANGE),
-        ("trainer_state.json", state(save_steps="x"), STRANGE),
-        ("trainer_state.json", state(logging_steps=None), STRANGE),
         ("trainer_state.json", state(stateful_callbacks={}), STRANGE),
         ("rng_state.pth", lambda c: saved({"python": 1, "numpy": 2, "cpu": 3}, c / "x"), STRANGE),
     ],
@@ -121,10 +111,6 @@ def test_file_that_the_trainer_cannot_go_on_from_is_named_and_the_checkpoint_bef
     assert not Command(newest).mark.exists()
 
 
-def test_whole_checkpoints_can_be_read(stopped: Finished):
-    assert [find_unreadable(each) for each in list_checkpoints(stopped.folder.checkpoints)] == ["", "", ""]
-
-
 def test_run_goes_on_from_what_is_whole_and_ends_as_if_nothing_had_been_broken(
     copy: RunFolder, stopped: Finished, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -134,12 +120,17 @@ def test_run_goes_on_from_what_is_whole_and_ends_as_if_nothing_had_been_broken(
     (copy.path / "status.json").write_text("[]")
     (copy.path / "plan.json").write_text("{")
     copy.metrics.write_bytes(copy.metrics.read_bytes().replace(b'"loss"', b'"lo\xffs', 1))
-    resumed = train_in(stopped.cfg.with_values({"train.resume": "auto"}, "test"), copy)
+    wish = {"train.resume": "auto", "train.save_total_limit": 1}
+    resumed = train_in(stopped.cfg.with_values(wish, "test"), copy)
     said = capsys.readouterr().out
     assert f"skipping checkpoint-5: optimizer.pt {PICKLE}" in said
     assert "skipping checkpoint-4: COMPLETE.json has an odd 'files'" in said
     assert "skipping 'checkpoint-²': its name ends with no number of steps" in said
     assert "metrics.jsonl: line 1 cannot be read: skipped" in said
+    assert "checkpoint-4 is not continued: moved to" in said
+    assert f"continuing from {copy.checkpoints / 'checkpoint-2'}" in said
+    assert {"checkpoint-4", "checkpoint-5"} <= {path.name for path in (copy.checkpoints / "incomplete").iterdir()}
+    assert [path.name for path in copy.checkpoints.glob("checkpoint-[0-9]")] == ["checkpoint-6"]
     assert [line["step"] for line in resumed.metrics] == [2, 3, 4, 5, 6]
     whole = train(tmp_path / "whole", inputs, **OPTIONS)
     ends = [load_file(run.folder.path / "adapter" / "adapter_model.safetensors") for run in (whole, resumed)]

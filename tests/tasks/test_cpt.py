@@ -16,13 +16,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
+from in_process import Finished, Inputs, StopAfter, assert_same_course, new_run, train, train_in
 from small_run import write_small_run
 
 from sftplay.data.mixture.mixture import Mixture, source_and_block
 from sftplay.launch.checkpoints import read_marker
 from sftplay.train.exact_batch import ExactBatchMixin
-from tests.tasks.test_resume import assert_equal
 
 WORDS = ["river", "stone", "lamp", "garden", "winter", "bread", "music", "copper"]
 BLOCK = 64
@@ -130,7 +129,7 @@ def test_a_resumed_run_goes_on_with_the_next_block_and_reads_none_before_it(
 
     with patch.object(Mixture, "__getitem__", keep):
         resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
-    assert_equal(resumed, finished)
+    assert_same_course(resumed, finished)
     assert set(read) - {0} == set(range(24, 48))  # the first row is shown in samples/
 
 

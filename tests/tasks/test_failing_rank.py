@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import signal
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.atomic import locked_if_possible
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks import worker
 
@@ -54,22 +52,6 @@ def test_a_rank_that_has_no_file_left_to_open_still_says_why_and_ends_with_its_c
     assert TOLD["text"] in capsys.readouterr().err
 
 
-def test_what_goes_wrong_while_the_folder_is_held_is_not_swallowed(tmp_path: Path):
-    for logs in (tmp_path, tmp_path / "removed"):
-        with pytest.raises(OSError, match="of the body"), locked_if_possible(logs):
-            raise OSError("of the body")
-
-
-def test_ranks_hold_the_folder_one_at_a_time(tmp_path: Path):
-    other = os.open(tmp_path, os.O_RDONLY)
-    try:
-        with locked_if_possible(tmp_path), pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.close(other)
-
-
 def test_a_bug_on_the_main_rank_behind_anothers_failure_is_its_consequence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -81,19 +63,6 @@ def test_a_bug_on_the_main_rank_behind_anothers_failure_is_its_consequence(
     output = capsys.readouterr()
     assert "nobody came" in output.err  # the rank's log
     assert "nobody came" not in output.out
-
-
-def test_the_first_rank_that_fails_gives_the_reason_and_no_other_writes_over_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("RANK", "1")
-    folder = RunFolder(tmp_path)
-    folder.logs.mkdir()
-    folder.update_status(state="running", exit_code=None)
-    assert worker._fail(folder, 5, **TOLD, error=ERROR) == 5
-    assert worker._fail(folder, 4, cause="no rows", text="no rows", error={"code": "data", "what": "no rows"}) == 4
-    status = folder.read_json("status.json")
-    assert (status["state"], status["exit_code"], status["error"]) == ("failed", 5, ERROR)
 
 
 @pytest.mark.parametrize(("rank", "code"), [("0", 143), ("1", 0)])

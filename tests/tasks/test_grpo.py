@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from grpo_run import grpo_inputs, grpo_options, variety_of
+from grpo_run import grpo_options, variety_of
 from in_process import Finished, Inputs, built, train
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -34,11 +34,6 @@ def silent(completions, level, **_):
 def mute(completions, **_):
     return [None] * len(completions)
 """
-
-
-@pytest.fixture(scope="module")
-def prompts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return grpo_inputs(tiny_llama, tmp_path_factory.mktemp("prompts"))
 
 
 def samples_of(run: Finished, step: int) -> list[dict[str, Any]]:

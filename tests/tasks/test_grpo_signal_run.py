@@ -23,11 +23,6 @@ SILENT = """def pay(completions, level, **_):
 NOTHING = "def pay(completions, **_):\n    return [0.0] * len(completions)\n"
 
 
-@pytest.fixture(scope="module")
-def prompts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return grpo_inputs(tiny_llama, tmp_path_factory.mktemp("prompts"))
-
-
 def paid_by(text: str, inputs: Inputs, **changes: Any) -> dict[str, Any]:
     path = inputs.train.parent / f"pay{abs(hash(text))}.py"
     path.write_text(text)
@@ -52,17 +47,6 @@ def test_over_100_on_policy_steps_the_base_is_unchanged_and_the_sampler_is_the_m
     assert 0 < max(column(run, "sampler_gap")) < 1e-5  # rounding: one token at a time with a cache, or all at once
     base = run.folder.read_json("manifest.json")["base_weights"]
     assert base["unchanged_at_steps"] == [0, 25, 50, 75, 100]
-
-
-@pytest.mark.slow
-def test_dropout_and_older_weights_are_seen_by_the_gauge(prompts: Inputs, tmp_path: Path):
-    short = {"train__max_steps": 2, "grpo__logprob_check_steps": 1, "train__learning_rate": 0.05}
-    dropout = {"tuning__mode": "lora", "tuning__lora__dropout": 0.3}
-    dropped = train(tmp_path / "a", prompts, **grpo_options(prompts, **short, **dropout))
-    assert column(dropped, "sampler_kl")[1] > 1e-6  # in the first step the adapter is still 0
-    older = train(tmp_path / "b", prompts, **grpo_options(prompts, **short, grpo__num_iterations=2))
-    now, later = column(older, "sampler_kl")
-    assert now < 1e-9 < later
 
 
 def test_a_run_whose_rewards_are_all_0_stops_and_says_that_it_lacks_a_warm_start(prompts: Inputs, tmp_path: Path):
@@ -184,13 +168,12 @@ def written_down(self: Any, prompt_ids: list[list[int]], *given: Any, **named: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["dapo", "cispo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
 def test_a_step_has_the_same_gradient_whether_silent_groups_are_drawn_or_not(
     loss: str, prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(SamplingMixin, "_generate_rows", written_down)
     options = paid_by(SILENT, prompts, train__max_steps=12, train__learning_rate=0.0, grpo__loss_type=loss)
-    options |= {"grpo__epsilon_high": 5.0} if loss == "cispo" else {}
     plain = train(tmp_path / "plain", prompts, **options)
     fewer = train(tmp_path / "fewer", prompts, **options, grpo__skip_zero_variance=True)
     assert fewer.metrics[-1]["passed_turns"] > 2

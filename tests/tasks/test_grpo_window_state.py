@@ -51,17 +51,6 @@ def saved(folder: Path, *, step: int, **sizes: Any) -> Path:
     return checkpoint
 
 
-def test_the_rest_of_a_drawing_comes_back_as_it_was(tmp_path: Path):
-    checkpoint = saved(tmp_path, step=3, accum=2)
-    trainer = trainer_with(accum=2)
-    load_window(trainer, checkpoint)
-    assert trainer._step == 6
-    assert trainer.rollout_figures == {"reward": 0.25, "true_reward": None}
-    for kept, made in zip(trainer._buffered_inputs, drawing(4, rows=4), strict=True):
-        assert kept.keys() == {name for name, value in made.items() if value is not None}
-        assert all(torch.equal(kept[name], made[name]) for name in kept)
-
-
 @pytest.mark.parametrize(("step", "iterations", "is_kept"), [(4, 1, False), (5, 1, True), (6, 2, True), (8, 2, False)])
 def test_only_a_drawing_that_is_still_learned_from_is_kept(step: int, iterations: int, is_kept: bool, tmp_path: Path):
     checkpoint = saved(tmp_path, step=step, accum=1, iterations=iterations)

@@ -53,20 +53,20 @@ def arguments_of(cfg: RunConfig, folder: RunFolder) -> Any:
     return built.value.args[0].args
 
 
-def test_trl_trains_answers_on_one_of_two_gpus(two_gpus: None, inputs: Inputs, tmp_path: Path):
+@pytest.mark.parametrize("task", ["sft", "grpo", "score", "hrm"])
+def test_each_task_trains_on_one_of_two_gpus(
+    task: str, two_gpus: None, inputs: Inputs, tiny_llama: Path, tmp_path: Path
+):
     """TRL 1.16 refuses two: "does not support `nn.DataParallel`"."""
-    assert arguments_of(*new_run(tmp_path, inputs)).n_gpu == 1
-
-
-def test_trl_trains_by_rewards_on_one_of_two_gpus(two_gpus: None, tiny_llama: Path, tmp_path: Path):
-    prompts = grpo_inputs(tiny_llama, tmp_path)
-    assert arguments_of(*new_run(tmp_path, prompts, **grpo_options(prompts))).n_gpu == 1
-
-
-def test_two_turn_episodes_train_on_one_of_two_gpus(two_gpus: None, tmp_path: Path):
-    assert arguments_of(*new_run(tmp_path, score_inputs(tmp_path), **score_options())).n_gpu == 1
-
-
-def test_puzzles_are_loaded_in_batches_for_one_of_two_gpus(two_gpus: None, tmp_path: Path):
-    cfg, folder = new_hrm_run(tmp_path, write_puzzles(tmp_path / "puzzles"))
-    assert arguments_of(cfg, folder).train_batch_size == cfg.train.effective_batch_size
+    if task == "hrm":
+        cfg, folder = new_hrm_run(tmp_path, write_puzzles(tmp_path / "puzzles"))
+    elif task == "grpo":
+        prompts = grpo_inputs(tiny_llama, tmp_path)
+        cfg, folder = new_run(tmp_path, prompts, **grpo_options(prompts))
+    elif task == "score":
+        cfg, folder = new_run(tmp_path, score_inputs(tmp_path), **score_options())
+    else:
+        cfg, folder = new_run(tmp_path, inputs)
+    arguments = arguments_of(cfg, folder)
+    assert arguments.n_gpu == 1
+    assert task != "hrm" or arguments.train_batch_size == cfg.train.effective_batch_size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ from in_process import Inputs, new_run
 from oracle.memory_gauges import ProcessGauge, TensorGauge
 from transformers import AutoTokenizer
 
-from sftplay.plan.fit import Fit, NoFit, Point, fit
-from sftplay.tasks import probe_step
+from sftplay.plan.fit import Fit, Point, fit
 from sftplay.tasks.probe_step import CudaGauge, MemoryGauge, Request, measure_steps, synthetic_rows
 from sftplay.tasks.sft import task as sft
 
@@ -88,14 +85,6 @@ def test_gradients_lie_there_all_the_time_only_where_they_are_accumulated(inputs
     # The second micro-batch's four rows (ids, mask, labels) are in the window too.
     assert peaks[True]["head"] - peaks[False]["head"] >= gradients + window
     assert peaks[True]["head"] - peaks[False]["head"] < 2 * (gradients + window)
-
-
-def test_more_is_measured_when_no_line_goes_through_the_first_points(
-    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(probe_step, "fit", lambda points: NoFit("bent"))
-    request = Request(rows=(1, 2), if_bent=4)
-    assert [point.rows for point in measured(tmp_path, inputs, request)["points"]] == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -177,18 +166,6 @@ def test_a_gpus_peaks_are_kept_by_phase_and_what_it_reserved_over_all_of_them(mo
     assert gauge.reserved_bytes() == 2 * 8
     gauge.release_cached()
     assert (gauge.take(), gauge.reserved_bytes()) == ({}, 2 * 5)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/clear_refs")
-def test_a_process_gauge_forgets_the_peak_of_the_phase_before():
-    gauge, size = ProcessGauge(), 96 * 2**20
-    gauge.enter("large")
-    with mmap.mmap(-1, size) as held:  # from the kernel: an allocator may give memory that is resident already
-        for page in range(0, size, mmap.PAGESIZE):
-            held[page] = 1
-    gauge.enter("small")
-    peaks = gauge.take()
-    assert peaks["large"] - peaks["small"] >= size // 2
 
 
 def test_the_blocks_of_a_run_on_documents_are_measured_with_the_mask_that_keeps_them_apart(

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from forking import START
-from in_process import Inputs, written_config
+from forking import START, prepare_two_ranks, run_script
+from in_process import Inputs
 from processes import HANG_S
-from transformers import TrainerCallback
 
-from sftplay.atomic import write_text
-from sftplay.config.load import dump_resolved, load_config
 from sftplay.launch.run_folder import PARENT, RunFolder
 from sftplay.log import LINE
 from sftplay.machine.ports import free_port
-from sftplay.machine.probe import probe
-from sftplay.plan.sizing import size_run
 from sftplay.tasks import worker
-from sftplay.train import preflight
-from sftplay.train.preflight import GroupTimeout, first_of_node, marker_path, wait_for_main
+from sftplay.train.preflight import first_of_node, marker_path, wait_for_main
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 77
 
 # Libraries are imported once, by the parent; forked in front of any work, none of them has started a thread. The
@@ -125,28 +114,10 @@ def runs(
     folders = {}
     for name, changes in VARIANTS.items():
         inputs = Inputs(tiny_llama, files.get(name, chat_rows), held_out_rows)
-        folders[name] = _prepared(home / name, inputs, changes)
-    words = [
-        word for name, folder in folders.items() for word in (str(folder.path), str(free_port(0)), str(GRACE_S[name]))
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [sys.executable, "-c", FORK_RUNS, *words],
-        cwd=ROOT, env=env, timeout=HANG_S, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    screens = done.stdout.split("END ")
+        folders[name] = prepare_two_ranks(home / name, inputs, train__batch_size=2, **changes)
+    words = [word for name, folder in folders.items() for word in (folder.path, free_port(0), GRACE_S[name])]
+    screens = run_script(FORK_RUNS, *words, ACCELERATE_USE_CPU="true").split("END ")
     return {name: _read(folder, screens[n]) for n, (name, folder) in enumerate(folders.items())}
-
-
-def _prepared(home: Path, inputs: Inputs, changes: dict[str, Any]) -> RunFolder:
-    config = written_config(home, inputs, train__batch_size=2, **changes)
-    cfg = size_run(load_config(config), probe(), world_size=2, vocab_size=400).cfg
-    folder = RunFolder(home / "outputs" / "run")
-    folder.create()
-    write_text(folder.resolved, dump_resolved(cfg))
-    folder.write_json("plan.json", {"world_size": 2})
-    return folder
 
 
 def _read(folder: RunFolder, screen: str) -> Ran:
@@ -160,6 +131,10 @@ def test_rows_are_tokenised_once_and_by_the_first_rank_while_the_other_waits(run
     assert run.codes == {"0": 0, "1": 0}, run.screen
     order = [(rank, what) for rank, what, _ in run.notes if what in ("prepares", "tokenises")]
     assert order == [("0", "prepares"), ("0", "tokenises"), ("1", "prepares")]
+    assert not list(run.folder.logs.glob(".prepared*"))
+    # 8 rows a step, found with 2: by the root, twice 0.01.
+    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    assert [line["learning_rate"] for line in lines] == [0.02, 0.02]
 
 
 @pytest.mark.slow
@@ -174,24 +149,8 @@ def test_there_is_no_process_group_while_anything_is_prepared_or_measured_before
     assert [rank for rank, what, _ in notes if what == "measures"] == ["0"]
     went = [(rank, what) for rank, what, _ in notes if what in ("measures", "goes-on")]
     assert went.index(("0", "measures")) < went.index(("1", "goes-on"))
-
-
-@pytest.mark.slow
-def test_the_limit_of_an_exchange_is_what_torchs_own_groups_have(runs: dict[str, Ran]):
-    limits = {(rank, what) for rank, what, is_there in runs["good"].notes if is_there == "True"}
+    limits = {(rank, what) for rank, what, is_there in notes if is_there == "True"}
     assert limits == {(rank, f"limit={TIMEOUT_S}") for rank in ("0", "1")}
-
-
-@pytest.mark.slow
-def test_no_marker_is_left_when_the_ranks_have_met(runs: dict[str, Ran]):
-    assert not list(runs["good"].folder.logs.glob(".prepared*"))
-
-
-@pytest.mark.slow
-def test_metrics_show_the_scaled_rate(runs: dict[str, Ran]):
-    # 8 rows a step, found with 2: by the root, twice 0.01.
-    lines = [json.loads(line) for line in runs["good"].folder.metrics.read_text().splitlines()]
-    assert [line["learning_rate"] for line in lines] == [0.02, 0.02]
 
 
 @pytest.mark.slow
@@ -240,35 +199,6 @@ def test_each_node_has_a_first_rank_of_its_own(folder: RunFolder, monkeypatch: p
     assert ours.exists()
 
 
-def test_a_first_rank_that_fails_lets_nobody_in(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    marker_path(folder.logs).touch()  # of an earlier start
-    with pytest.raises(ValueError, match="bad rows"), first_of_node(folder):
-        raise ValueError("bad rows")
-    assert not marker_path(folder.logs).exists()
-
-
-def test_the_others_go_in_when_the_first_is_through(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
-    looks = []
-
-    def sleep(_: float) -> None:
-        looks.append(None)
-        if len(looks) == 3:
-            marker_path(folder.logs).touch()
-
-    monkeypatch.setattr(preflight.time, "sleep", sleep)
-    with first_of_node(folder) as is_first:
-        assert not is_first
-    assert len(looks) == 3
-
-
-def test_a_single_process_leaves_no_marker(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with first_of_node(folder) as others_wait:
-        assert not others_wait
-    assert not list(folder.logs.iterdir())
-
-
 def test_a_rank_that_waits_for_the_main_one_ends_with_its_code_when_that_has_ended(folder: RunFolder):
     folder.write_json("status.json", {"state": "failed", "exit_code": 4})
     with pytest.raises(SystemExit) as caught:
@@ -277,19 +207,6 @@ def test_a_rank_that_waits_for_the_main_one_ends_with_its_code_when_that_has_end
     folder.eval.mkdir()
     (folder.eval / "before.json").touch()
     wait_for_main(folder.eval / "before.json", folder)
-
-
-def test_meeting_limits_every_group_there_is_and_not_only_the_first(tmp_path: Path):
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        second = torch.distributed.new_group([0])
-        GroupTimeout(5, tmp_path).on_train_begin(None, None, None)
-        for group in (torch.distributed.group.WORLD, second):
-            assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 5
-    finally:
-        torch.distributed.destroy_process_group()
-    assert isinstance(GroupTimeout(5, tmp_path), TrainerCallback)
 
 
 @pytest.mark.parametrize(("rank", "code"), [("0", 4), ("1", 0)])

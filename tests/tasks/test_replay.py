@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import Inputs, built, train
+from in_process import Inputs, train
 
 from sftplay.errors import no_memory, ran_out_of_memory
 from sftplay.model.out_of_memory import AdaptiveBatches, OutOfMemory
@@ -206,11 +206,7 @@ def test_a_step_runs_again_whichever_library_found_no_memory(
         setup = {"micro_batcher": SameAgain(4), "train__batch_size": 4, "train__max_steps": 1, "eval__after": False}
         again = train_failing(tmp_path, inputs, monkeypatch, failing(error, {2}), **setup)
         assert again.trainer.replay.times == 1
-
-
-@pytest.mark.parametrize("library", TOLD)
-def test_any_library_that_finds_no_memory_ends_a_command_as_a_lack_of_the_machine(library: str):
-    refusal = no_memory(TOLD[library])
+    refusal = no_memory(error)  # outside of a step it ends the command as a lack of the machine
     assert refusal is not None
     assert (refusal.exit_code, "out of memory (" in refusal.what) == (3, True)
     assert library != "NCCL" or "Cuda failure 2 'out of memory'" in refusal.what
@@ -292,19 +288,3 @@ def test_ranks_that_compute_together_take_no_smaller_portions():
         list(batches.map(10, work))
     assert (batches.batch_size, caught.value.fix) == (8, "lower a.key")
     assert caught.value.batch_size is None  # another start with smaller micro-batches would change nothing
-
-
-def test_held_out_loss_is_the_same_in_portions(inputs: Inputs, tmp_path: Path):
-    trainer = built(tmp_path, inputs, train__batch_size=4).trainer
-    whole = trainer.evaluate()["eval_loss"]
-    handle = trainer.model.register_forward_pre_hook(
-        lambda _model, _args, named: _refuse(len(named["input_ids"]) > 1), with_kwargs=True
-    )
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(whole, rel=1e-6)
-    assert trainer.eval_batches.batch_size == 1
-    handle.remove()
-
-
-def _refuse(is_too_much: bool) -> None:
-    if is_too_much:
-        raise NO_MEMORY

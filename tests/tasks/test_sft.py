@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from sftplay.data.order import training_order
 from sftplay.errors import DataError
+from sftplay.model.load import load_result
 from sftplay.model.recomputation import is_recomputing
 
 MODES = ("full", "lora", "qlora")
@@ -42,20 +43,18 @@ def figures(run: Finished, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_falls(mode: str, runs: dict[str, Finished]):
     run = runs[mode]
-    assert run.outcome.step == 16
+    assert [line["step"] for line in run.metrics] == list(range(1, 17))
     # A pair of width 4 on a random base learns little: 0.1 nats, with steps 0.03 apart from one another.
     assert sum(run.losses[-4:]) / 4 < sum(run.losses[:4]) / 4 - 0.03
     assert figures(run, "after")["loss"] < figures(run, "before")["loss"] - 0.05
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_seventy_rows_train_exactly_steps_times_effective_batch_in_the_planned_order(
-    mode: str, runs: dict[str, Finished]
-):
-    row_ids = [row for line in runs[mode].metrics for rank in line["row_ids"] for row in rank]
-    assert row_ids == training_order(70, 16 * 8, seed=42)
-    assert sorted(row_ids[:70]) == list(range(70))
-    assert [line["step"] for line in runs[mode].metrics] == list(range(1, 17))
+    # 70 rows in the planned order, and the label tokens that they have.
+    order = training_order(70, 16 * 8, seed=42)
+    row_ids = [row for line in run.metrics for rank in line["row_ids"] for row in rank]
+    assert row_ids == order
+    assert sorted(order[:70]) == list(range(70))
+    per_row = {row["row"]: sum(label != -100 for label in row["labels"]) for row in run.trainer.train_dataset}
+    label_tokens = [sum(per_row[row] for row in row_ids[start : start + 8]) for start in range(0, 16 * 8, 8)]
+    assert [line["label_tokens"] for line in run.metrics] == label_tokens
 
 
 def plain_model(run: Finished) -> Any:
@@ -144,14 +143,7 @@ def test_run_folder_holds_what_interfaces_promise(mode: str, runs: dict[str, Fin
     assert all(set(row) == {"row", "prompt", "reference", "prediction", "correct"} for row in answers)
 
 
-def test_label_tokens_of_a_run_are_those_of_its_rows(runs: dict[str, Finished]):
-    run = runs["lora"]
-    per_row = [sum(label != -100 for label in labels) for labels in run.trainer.train_dataset["labels"]]
-    per_step = [sum(per_row[start : start + 8]) for start in range(0, 16 * 8, 8)]
-    assert [line["label_tokens"] for line in run.metrics] == per_step
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["full", "qlora"])
 def test_learning_rate_0_leaves_the_weights(mode: str, inputs: Inputs, tmp_path: Path):
     run = train(
         tmp_path, inputs, tuning__mode=mode, train__learning_rate=0, train__max_steps=2, train__weight_decay=0.1,
@@ -168,7 +160,7 @@ def test_learning_rate_0_leaves_the_weights(mode: str, inputs: Inputs, tmp_path:
     assert figures(run, "after") == figures(run, "before")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["full", "qlora"])
 def test_gradient_checkpointing_changes_memory_not_losses(mode: str, inputs: Inputs, tmp_path: Path):
     options = {"tuning__mode": mode, "train__max_steps": 3}
     plain = train(tmp_path / "off", inputs, **options)
@@ -178,8 +170,7 @@ def test_gradient_checkpointing_changes_memory_not_losses(mode: str, inputs: Inp
     assert recomputed.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("head", ["standard", "chunked"])
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("head", "packing"), [("standard", True), ("chunked", False)])
 def test_head_and_packing_change_speed_not_losses(
     head: str, packing: bool, inputs: Inputs, tmp_path: Path, runs: dict[str, Finished]
 ):
@@ -200,6 +191,10 @@ def test_16_bit_run_with_modules_trained_in_full_can_be_measured(inputs: Inputs,
     assert dtypes == {torch.float32}
     assert torch.bfloat16 in {p.dtype for p in run.trainer.model.parameters()}
     assert figures(run, "after")["loss"] == pytest.approx(run.trainer.evaluate()["eval_loss"], rel=0.02)
+    (stored,) = (value for name, value in run.weights.items() if "lm_head" in name)
+    assert not torch.equal(stored, stored.bfloat16().float())  # not rounded on its 16-bit base
+    head = load_result(run.cfg, run.folder.path).get_base_model().lm_head.modules_to_save["default"].weight
+    assert torch.equal(head, stored)
 
 
 def test_full_16_bit_run_trains_fp32_weights_and_saves_16_bits(inputs: Inputs, tmp_path: Path):
@@ -280,18 +275,3 @@ def test_result_of_an_earlier_attempt_is_replaced_whole(inputs: Inputs, tmp_path
     run = train(tmp_path, inputs, train__max_steps=1)
     assert not (stale / "stale.bin").exists()
     assert sorted(p.name for p in run.folder.path.glob(".adapter*")) == []
-
-
-def test_lora_on_200_alpaca_rows_lowers_the_held_out_loss(tiny_llama: Path, tmp_path: Path):
-    shared = Path(__file__).resolve().parents[3] / "shared" / "data" / "alpaca" / "alpaca_2000.json"
-    if not shared.is_file():
-        pytest.skip("needs ../shared/data/alpaca")
-    rows = json.loads(shared.read_text())
-    inputs = Inputs(tiny_llama, tmp_path / "train.json", tmp_path / "held_out.json")
-    inputs.train.write_text(json.dumps(rows[:200]))
-    inputs.held_out.write_text(json.dumps(rows[200:232]))
-    run = train(
-        tmp_path, inputs, train__max_steps=8, train__learning_rate=0.05, train__effective_batch_size=16,
-        eval__before=True, eval__after=True, data__on_bad_row="skip", data__too_long="truncate",
-    )  # fmt: skip
-    assert figures(run, "after")["loss"] < figures(run, "before")["loss"] - 0.05

@@ -50,7 +50,7 @@ def test_micro_batches_that_run_have_the_rows_and_the_number_that_the_plan_says(
 DRAWN = {"num_generations": 4, "generation_batch_size": 16, "steps_per_generation": 8, "generation_rows": 6}
 
 
-@pytest.mark.parametrize("key", [None, "generation_batch_size", "generation_rows"])
+@pytest.mark.parametrize("key", [None, "generation_rows"])
 def test_the_drawings_of_grpo_are_those_that_the_plan_says(key: str | None, tiny_llama: Path, tmp_path: Path):
     """Two steps of 2 x 4 completions learn from 16, which are drawn in 3 parts."""
     inputs = grpo_inputs(tiny_llama, tmp_path / "data")
@@ -75,7 +75,7 @@ def test_the_drawings_of_grpo_are_those_that_the_plan_says(key: str | None, tiny
     assert json.loads((folder.path / "status.json").read_text())["ranks"][0]["sizes"] == plan
 
 
-@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("key", ["grad_accum", "world_size"])
 def test_a_plan_that_says_another_size_stops_the_run_before_its_first_step(key: str, tmp_path: Path, inputs: Inputs):
     cfg, folder = planned_run(tmp_path, inputs, **{key: SIZES[key] + 1})
     with pytest.raises(RunError, match=f"{key} is {SIZES[key]} where plan.json says {SIZES[key] + 1}") as caught:

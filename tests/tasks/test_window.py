@@ -12,13 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Inputs, built, train
-from torch.nn import functional
-from transformers import AutoModelForCausalLM, TrainerCallback
+from plain_loss import label_losses
+from transformers import AutoModelForCausalLM
 
-from sftplay.errors import RunError
 from sftplay.train.loss_heads import prove_label_head
 from sftplay.train.micro_batches import Collator, MicroBatcher, first_fit
-from sftplay.train.train_run import TrainRun, pad_to_multiple
+from sftplay.train.train_run import pad_to_multiple
 
 PAD = 0
 LABELS = [1, 40, 2, 17, 1, 3, 60, 5]
@@ -35,14 +34,6 @@ def make_rows(counts: list[int] = LABELS) -> list[dict[str, Any]]:
     return rows
 
 
-def token_losses(model: Any, row: dict[str, Any]) -> torch.Tensor:
-    """The label tokens' losses of one row alone, in plain torch: position t predicts token t + 1."""
-    scores = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
-    targets = torch.tensor(row["labels"][1:])
-    losses = functional.cross_entropy(scores, targets, reduction="none", ignore_index=-100)
-    return losses[targets != -100]
-
-
 def gradients(model: Any) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None])
 
@@ -56,7 +47,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def reference(tiny_llama: Path) -> tuple[float, torch.Tensor]:
     """Loss and gradients of the window: the sum over all label tokens divided by their number."""
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
-    losses = torch.cat([token_losses(model, row) for row in make_rows()])
+    losses = torch.cat([label_losses(model, row) for row in make_rows()])
     assert len(losses) == sum(LABELS)
     loss = losses.sum() / sum(LABELS)
     loss.backward()
@@ -107,7 +98,7 @@ def test_gradients_of_a_window_are_those_of_all_its_label_tokens_however_it_is_c
 def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(trainers: dict[str, Any], tiny_llama: Path):
     rows = [{**row, "labels": list(row["input_ids"])} for row in make_rows([3, 4, 5])]
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
-    losses = torch.cat([token_losses(model, row) for row in rows])
+    losses = torch.cat([label_losses(model, row) for row in rows])
     assert len(losses) == sum(len(row["input_ids"]) - 1 for row in rows)
     losses.mean().backward()
     for micro_batcher in (MicroBatcher(3), MicroBatcher(1, packs=True, max_tokens=128)):
@@ -116,32 +107,7 @@ def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(train
         assert difference(actual, gradients(model)) <= 1e-6
 
 
-def test_each_packed_row_has_the_losses_it_has_alone(tiny_llama: Path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
-    rows = make_rows()
-    window = Collator(PAD)(rows)
-    n_rows = 0
-    with torch.no_grad():
-        for micro_batch in MicroBatcher(2, packs=True, max_tokens=100).cut(window):
-            assert micro_batch["input_ids"].shape[1] <= 100
-            scores = model(
-                input_ids=micro_batch["input_ids"], position_ids=micro_batch["position_ids"], use_cache=False
-            ).logits
-            for packed, ids, labels in zip(scores, micro_batch["input_ids"], micro_batch["labels"]):
-                for row in rows:
-                    n = len(row["input_ids"])
-                    starts = [s for s in range(len(ids) - n + 1) if ids[s : s + n].tolist() == row["input_ids"]]
-                    for start in starts:
-                        targets = labels[start + 1 : start + n]
-                        assert targets.tolist() == row["labels"][1:]
-                        losses = functional.cross_entropy(packed[start : start + n - 1], targets, reduction="none")
-                        alone = token_losses(model, row)
-                        assert losses[targets != -100] == pytest.approx(alone.tolist(), abs=1e-5)
-                        n_rows += 1
-    assert n_rows == len(rows)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_packing_never_overfills_and_holds_every_row_once(seed: int):
     rng = random.Random(seed)
     room = rng.randint(20, 128)
@@ -150,6 +116,7 @@ def test_packing_never_overfills_and_holds_every_row_once(seed: int):
     groups = first_fit(lengths, order, room=room)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     assert max(sum(lengths[row] for row in group) for group in groups) <= room
+    assert first_fit([3, 12, 4], [1, 2, 0], room=10) == [[1], [2, 0]]  # too long: a group of its own
     rows = [{"input_ids": [i + 1] * n, "labels": [i + 1] * n, "row": i} for i, n in enumerate(lengths)]
     micro_batches = list(MicroBatcher(3, packs=True, max_tokens=room).cut(Collator(PAD)(rows)))
     assert max(micro_batch["input_ids"].shape[1] for micro_batch in micro_batches) <= room
@@ -171,16 +138,10 @@ def fewest_groups(lengths: list[int], room: int) -> int:
     return best
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_packing_stays_within_johnsons_bound_of_the_minimum(seed: int):
-    rng = random.Random(seed)
-    lengths = sorted((rng.randint(1, 10) for _ in range(7)), reverse=True)
-    actual = len(first_fit(lengths, range(len(lengths)), room=10))
-    assert actual <= 11 / 9 * fewest_groups(lengths, 10) + 1
-
-
-def test_row_longer_than_the_room_gets_a_group_of_its_own():
-    assert first_fit([3, 12, 4], [1, 2, 0], room=10) == [[1], [2, 0]]
+@given(st.lists(st.integers(1, 10), min_size=7, max_size=7))
+def test_packing_stays_within_johnsons_bound_of_the_minimum(lengths: list[int]):
+    lengths.sort(reverse=True)
+    assert len(first_fit(lengths, range(len(lengths)), room=10)) <= 11 / 9 * fewest_groups(lengths, 10) + 1
 
 
 @given(st.lists(st.integers(1, 48), min_size=1, max_size=40), st.integers(1, 300))
@@ -199,16 +160,6 @@ def test_pieces_by_tokens_stay_within_their_budget_and_hold_every_row_once(lengt
         assert (count + 1) * width > budget
 
 
-def test_a_budget_of_full_rows_gives_full_rows_the_pieces_that_a_count_gives():
-    rows = [{"input_ids": [5] * 32, "labels": [5] * 32, "row": i} for i in range(8)]
-    window = Collator(PAD)(rows)
-    by_count, by_tokens = (
-        list(micro_batcher.cut(window)) for micro_batcher in (MicroBatcher(4), MicroBatcher(4, budget_tokens=4 * 32))
-    )
-    assert [micro_batch["input_ids"].shape for micro_batch in by_tokens] == [(4, 32)] * 2
-    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(by_count, by_tokens, strict=True))
-
-
 def test_batches_by_tokens_train_to_the_weights_of_batches_by_examples_with_less_work(inputs: Inputs, tmp_path: Path):
     runs = [
         train(tmp_path / kind, inputs, train__batching=kind, train__batch_size=batch, tuning__mode="full",
@@ -222,17 +173,6 @@ def test_batches_by_tokens_train_to_the_weights_of_batches_by_examples_with_less
     assert [line["row_ids"] for line in runs[0].metrics] == [line["row_ids"] for line in runs[1].metrics]
     padding = [[line["padding_share"] for line in run.metrics] for run in runs]
     assert all(by_tokens < by_examples for by_examples, by_tokens in zip(*padding, strict=True))
-
-
-def test_pieces_come_longest_first_with_their_padding_trimmed():
-    window = Collator(PAD)(make_rows([5, 30, 1, 9]))
-    micro_batches = list(MicroBatcher(2).cut(window))
-    lengths = sorted(window["attention_mask"].sum(1).tolist(), reverse=True)
-    assert [micro_batch["attention_mask"].sum(1).tolist() for micro_batch in micro_batches] == [
-        lengths[:2],
-        lengths[2:],
-    ]
-    assert [micro_batch["input_ids"].shape[1] for micro_batch in micro_batches] == [lengths[0], lengths[2]]
 
 
 def test_scores_at_labelled_positions_alone_give_the_loss_and_gradients_of_all_scores(tiny_llama: Path):
@@ -253,12 +193,6 @@ def test_scores_at_labelled_positions_alone_give_the_loss_and_gradients_of_all_s
     assert model(input_ids=window["input_ids"]).logits.shape == whole.logits.shape
 
 
-def test_labels_of_the_positions_let_through_by_hand(tiny_llama: Path):
-    head = prove_label_head(AutoModelForCausalLM.from_pretrained(tiny_llama))[0]
-    assert head.narrow(torch.tensor([[-100, -100, 7, -100], [5, -100, 8, 9]])).tolist() == [[7, 8, 9]]
-    assert head.narrow(torch.full((2, 3), -100)).tolist() == [[-100]]
-
-
 @pytest.mark.parametrize("head", ["standard", "chunked"])
 def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
     head: str, trainers: dict[str, Any], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
@@ -266,7 +200,7 @@ def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
     trainer = trainers[head]
     with torch.no_grad():
-        losses = torch.cat([token_losses(model, row) for row in trainer.eval_dataset])
+        losses = torch.cat([label_losses(model, row) for row in trainer.eval_dataset])
     per_row = [len([label for label in row["labels"] if label != -100]) for row in trainer.eval_dataset]
     assert max(per_row) > 3 * min(per_row)
     # The last batch is short: 12 rows in batches of 8.
@@ -277,70 +211,3 @@ def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
     assert len(padded) == 16
     monkeypatch.setattr(trainer, "held_out_labels_per_row", len(losses) / 16)
     assert trainer.evaluate(padded)["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
-
-
-def test_counts_of_a_window_by_hand(trainers: dict[str, Any]):
-    trainer = trainers["standard"]
-    rows = [
-        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 4},
-        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, -100, 8, 9], "row": 1},
-        {"input_ids": [5, 6], "labels": [5, 6], "row": 9},
-    ]
-    trainer.take_counts()
-    step(trainer, MicroBatcher(2), rows)
-    counts = trainer.take_counts()
-    assert counts.tokens == 3 + 5 + 2
-    assert counts.label_tokens == 2 + 2 + 1  # the first token of a row is never predicted
-    assert counts.padded_tokens == 2 * 5 + 1 * 2
-    assert counts.rows == [4, 1, 9]
-    assert trainer.take_counts().tokens == 0
-    assert trainer.last_rows == [4, 1, 9]
-
-
-class Remember(TrainerCallback):
-    """Keeps the model and a copy of its weights after the first step."""
-
-    def __init__(self, kept: list[Any]) -> None:
-        self.kept = kept
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if state.global_step == 1:
-            self.kept += [model, [p.detach().clone() for p in model.parameters()]]
-
-
-def poison(trainer: Any, what: str) -> None:
-    """From step 2 on the loss, or only the gradient, is not a number."""
-    plain = trainer.compute_loss
-
-    def spoilt(model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
-        loss = plain(model, inputs, *rest, **more)
-        if trainer.state.global_step < 1 or not model.training:
-            return loss
-        if what == "loss":
-            return loss * float("nan")
-        weight = next(p for p in model.parameters() if p.requires_grad)
-        weight.register_hook(lambda grad: grad * float("nan"))
-        return loss
-
-    trainer.compute_loss = spoilt
-
-
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_step_that_is_not_finite_ends_the_run_before_the_weights_change(
-    what: str, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    kept: list[Any] = []
-    real = TrainRun.train
-
-    def train_poisoned(self: TrainRun, trainer: Any) -> Any:
-        poison(trainer, what)
-        trainer.add_callback(Remember(kept))
-        return real(self, trainer)
-
-    monkeypatch.setattr(TrainRun, "train", train_poisoned)
-    with pytest.raises(RunError, match="step 2 is not finite"):
-        train(tmp_path, inputs, tuning__mode="full", train__save_steps=1)
-    model, after_step_1 = kept
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), after_step_1))
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert [p.name for p in (tmp_path / "outputs" / "run" / "checkpoints").glob("checkpoint-*")] == ["checkpoint-1"]

@@ -30,10 +30,8 @@ print(sorted(name for name in wanted if sys.modules.get(name)))
     ("values", "expected"),
     [
         ({"tuning__mode": "lora"}, False),
-        ({"tuning__mode": "full"}, False),
         ({"tuning__mode": "qlora"}, True),
         ({"train__optim": "adamw_8bit"}, True),
-        ({"train__optim": "paged_adamw_32bit"}, True),
         ({"model__name": "builtin:tiny"}, False),
         ({"model__name": "nobody/has-downloaded-this"}, True),
     ],

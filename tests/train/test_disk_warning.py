@@ -79,10 +79,13 @@ def test_warning_gives_the_bytes_and_comes_once(disk: Disk, capsys: Any):
     assert warnings_in(capsys) == []
 
 
-def test_between_saves_the_disk_is_looked_at_after_the_first_step_only(disk: Disk, capsys: Any):
+def test_between_saves_and_on_other_ranks_the_disk_is_not_looked_at(disk: Disk, capsys: Any, monkeypatch: Any):
     disk.predict(1, free=10**9)
     disk.predict(2, free=0)
+    monkeypatch.setenv("RANK", "1")
+    disk.predict(10, free=0, saved=True)
     assert warnings_in(capsys) == []
+    monkeypatch.delenv("RANK")
     disk.predict(10, free=0, saved=True)
     assert len(warnings_in(capsys)) == 1
 
@@ -114,12 +117,6 @@ def test_after_the_last_checkpoint_only_the_result_needs_room(disk: Disk, capsys
     assert warnings_in(capsys) == []
     disk.predict(100, free=RESULT + SMALL_FILES_BYTES - 1, saved=True)
     assert [each["own"] for each in warnings_in(capsys)] == [0]
-
-
-def test_other_ranks_do_not_warn(disk: Disk, capsys: Any, monkeypatch: Any):
-    monkeypatch.setenv("RANK", "1")
-    disk.predict(1, free=0)
-    assert warnings_in(capsys) == []
 
 
 def test_run_on_a_disk_that_is_nearly_full_warns_after_its_first_step_and_goes_on(

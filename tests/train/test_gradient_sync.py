@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,27 +11,19 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-from forking import START
-from in_process import Inputs, written_config
-from processes import HANG_S
+from forking import START, prepare_two_ranks, run_script
+from in_process import Inputs
 
-from sftplay.atomic import write_text
 from sftplay.config.cluster import CommConfig
-from sftplay.config.load import dump_resolved, load_config
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
-from sftplay.machine.probe import probe
-from sftplay.plan.sizing import size_run
 from sftplay.tasks import TASKS
 from sftplay.train import gradients
 from sftplay.train.gradients import GradientSync, choose_hook, exposed_s
-from sftplay.train.observer import RankShare, describe_speed
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 
-# The parent imports the libraries once. It forks before any work, so no library has started a thread.
 FORK_RUNS = (
     START
     + """
@@ -86,29 +75,13 @@ def runs(
 ) -> dict[str, TwoRanks]:
     home = tmp_path_factory.mktemp("sync")
     inputs = Inputs(tiny_llama, chat_rows, held_out_rows)
-    folders = {name: _prepared(home / name, inputs, changes) for name, changes in VARIANTS.items()}
-    arguments = [each for folder in folders.values() for each in (str(folder.path), str(free_port(0)))]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    process = subprocess.run(
-        [sys.executable, "-c", FORK_RUNS, *arguments],
-        cwd=ROOT, env=env, timeout=HANG_S, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout + process.stderr
-    return {name: _read(folder) for name, folder in folders.items()}
-
-
-def _prepared(home: Path, inputs: Inputs, changes: dict[str, Any]) -> RunFolder:
     usual = {
         "train__max_steps": STEPS, "train__batch_size": 2, "train__grad_accum": 2, "tuning__mode": "full",
         "data__split": 0, "data__val_path": None, "tuning__lora": {},
     }  # fmt: skip
-    config = written_config(home, inputs, **(usual | changes))
-    cfg = size_run(load_config(config), probe(), world_size=2, vocab_size=400).cfg
-    folder = RunFolder(home / "outputs" / "run")
-    folder.create()
-    write_text(folder.resolved, dump_resolved(cfg))
-    folder.write_json("plan.json", {"world_size": 2})
-    return folder
+    folders = {name: prepare_two_ranks(home / name, inputs, **(usual | each)) for name, each in VARIANTS.items()}
+    run_script(FORK_RUNS, *(word for folder in folders.values() for word in (folder.path, free_port(0))))
+    return {name: _read(folder) for name, folder in folders.items()}
 
 
 def _read(folder: RunFolder) -> TwoRanks:
@@ -122,6 +95,9 @@ def test_ddps_own_exchange_gives_the_losses_of_the_exchange_after_the_window(run
     assert len(runs["after"].losses) == STEPS
     assert runs["during"].losses == pytest.approx(runs["after"].losses, rel=1e-5)
     assert runs["static"].losses == pytest.approx(runs["after"].losses, rel=1e-5)
+    # The keys of DDP reach DDP.
+    assert [ddp_log["bucket_cap_bytes"] for ddp_log in runs["after"].ddp] == [25 * 2**20] * 2
+    assert [ddp_log["bucket_cap_bytes"] for ddp_log in runs["static"].ddp] == [2**20] * 2
 
 
 @pytest.mark.slow
@@ -131,6 +107,8 @@ def test_an_fp16_hook_trains_close_to_whole_gradients_and_not_the_same(runs: dic
     assert compressed == pytest.approx(plain, rel=0.01)
     assert compressed != plain
     assert [ddp_log["comm_hook"] for ddp_log in runs["fp16"].ddp] == ["fp16_compress_hook"] * 2
+    assert "running out of memory in that micro-batch restarts the run" in runs["fp16"].output
+    assert "restarts the run" not in runs["after"].output
 
 
 @pytest.mark.slow
@@ -145,12 +123,6 @@ def test_powersgd_trains_on_a_compressed_gradient(runs: dict[str, TwoRanks]):
 
 
 @pytest.mark.slow
-def test_the_keys_of_ddp_reach_ddp(runs: dict[str, TwoRanks]):
-    assert [ddp_log["bucket_cap_bytes"] for ddp_log in runs["after"].ddp] == [25 * 2**20] * 2
-    assert [ddp_log["bucket_cap_bytes"] for ddp_log in runs["static"].ddp] == [2**20] * 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_line_of_metrics_has_the_share_of_a_step_that_is_exposed_communication(runs: dict[str, TwoRanks], name: str):
     for line in runs[name].lines:
@@ -160,22 +132,10 @@ def test_a_line_of_metrics_has_the_share_of_a_step_that_is_exposed_communication
     assert "went to exchanging gradients" in runs[name].output
 
 
-@pytest.mark.slow
-def test_the_costs_of_a_hook_are_printed_at_the_start(runs: dict[str, TwoRanks]):
-    assert "running out of memory in that micro-batch restarts the run" in runs["fp16"].output
-    assert "restarts the run" not in runs["after"].output
-
-
 def test_exposed_time_is_the_time_of_sending_that_computing_did_not_cover():
     assert exposed_s({"backward_comm_time": 5_000_000, "backward_compute_comm_overlap_time": 2_000_000}) == 0.003
     assert exposed_s({"backward_comm_time": 5_000_000, "backward_compute_comm_overlap_time": 6_000_000}) == 0
     assert exposed_s({"iteration": 0}) == 0
-
-
-def test_share_is_communication_over_all_time():
-    for seconds, expected in (({"forward": 1.0, "backward": 1.5, "communication": 0.5, "idle": 1.0}, 0.125), ({}, 0)):
-        share = RankShare(padded_tokens=0, samples=0, flops=None, peak_flops=None, seconds=seconds)
-        assert describe_speed([share], 1)["exposed_communication_share"] == expected
 
 
 def test_exposed_time_is_taken_from_backward_and_never_more_than_that(monkeypatch: pytest.MonkeyPatch):
@@ -205,22 +165,6 @@ def test_the_hook_of_the_config_is_accelerates(hook: str, kind: DDPCommunication
     choose_hook(handler, CommConfig(hook=hook))
     assert handler.comm_hook == kind
     assert bool(handler.comm_state_option) == (hook == "powersgd")
-
-
-def test_the_line_at_the_end_weighs_each_interval_by_its_time(monkeypatch: pytest.MonkeyPatch):
-    # 2 steps of 1 s, half of it exposed, then 1 step of 2 s without any: 1 s of 4.
-    printed: list[str] = []
-    monkeypatch.setattr(gradients.log, "say", printed.append)
-    monkeypatch.setattr(gradients.log, "world_size", lambda: 2)
-    sync = _sync(CommConfig(), task="sft", replay=SimpleNamespace(sends_afterwards=True))
-    sync.on_train_begin(None, SimpleNamespace(global_step=0), None)
-    for step, step_s, share in ((2, 1.0, 0.5), (3, 2.0, 0.0)):
-        figures = {"step_s": step_s, "exposed_communication_share": share}
-        sync.on_log(None, SimpleNamespace(global_step=step), None, logs=figures)
-    sync.on_log(None, SimpleNamespace(global_step=3), None, logs={"train_runtime": 9.0})
-    sync.on_train_end(None, None, None)
-    assert len(printed) == 1
-    assert "25.0% of the time" in printed[0]
 
 
 @pytest.mark.parametrize("task", ["score", "hrm"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import Finished, Inputs, StopAfter, built, new_run, train_in
-from torch.nn import functional
+from plain_loss import label_losses
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from sftplay.config.load import load_resolved
@@ -50,14 +52,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return fake
 
 
-def losses_of(model: Any, row: dict[str, Any]) -> torch.Tensor:
-    """The label tokens' losses of one row, in plain torch: position t predicts token t + 1."""
-    with torch.no_grad():
-        scores = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
-    targets = torch.tensor(row["labels"][1:])
-    return functional.cross_entropy(scores, targets, reduction="none", ignore_index=-100)[targets != -100]
-
-
 def writer_at(path: Path, trainer: Any, state: Any, costs: CostModel | None = None) -> MetricsWriter:
     """A writer after the begin of training."""
     writer = MetricsWriter(path, attempt=1, keep_row_ids=True, costs=costs or CostModel())
@@ -94,8 +88,7 @@ def test_counts_rates_and_loss_of_known_rows_by_hand(inputs: Inputs, tmp_path: P
     assert line["model_tflops_per_s"] == pytest.approx(10_050 / 2 / 1e12, rel=1e-4)
     assert line["mfu"] == pytest.approx(0.25, rel=1e-4)
     model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.float64)
-    expected = torch.cat([losses_of(model, row) for row in ROWS]).mean().item()
-    assert line["loss"] == pytest.approx(expected, rel=1e-6)
+    assert line["loss"] == pytest.approx(torch.cat([label_losses(model, row) for row in ROWS]).mean().item(), rel=1e-6)
     assert line["ranks"] == [
         {"loss": line["loss"], "tokens_per_s": 5.0, "label_tokens": 5, "padding_share": line["padding_share"]}
     ]
@@ -201,7 +194,7 @@ def test_planned_and_held_memory_are_compared_by_the_same_measure():
 
 
 @pytest.fixture(scope="module")
-def stopped_and_resumed(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Finished]:
+def stopped_and_resumed(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, str]:
     """A run of five steps with a line every three: stopped by a signal after the second, then resumed to its end."""
     home = tmp_path_factory.mktemp("run")
     cfg, folder = new_run(
@@ -209,9 +202,10 @@ def stopped_and_resumed(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
         train__batch_size=2,
     )  # fmt: skip
     folder.write_json("plan.json", {"peak_bytes": 5 * GIB, "allocated_bytes": GIB})
-    stopped = train_in(cfg, folder, StopAfter(2))
-    resumed = train_in(load_resolved(folder.resolved).with_values({"train.resume": "auto"}, "test"), folder)
-    return stopped, resumed
+    train_in(cfg, folder, StopAfter(2))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        resumed = train_in(load_resolved(folder.resolved).with_values({"train.resume": "auto"}, "test"), folder)
+    return resumed, printed.getvalue()
 
 
 def rows_of(finished: Finished) -> dict[int, dict[str, Any]]:
@@ -219,9 +213,9 @@ def rows_of(finished: Finished) -> dict[int, dict[str, Any]]:
 
 
 def test_each_line_counts_exactly_the_rows_since_the_line_before_over_a_signal_and_a_resume(
-    stopped_and_resumed: tuple[Finished, Finished],
+    stopped_and_resumed: tuple[Finished, str],
 ):
-    lines, rows = stopped_and_resumed[1].metrics, rows_of(stopped_and_resumed[1])
+    lines, rows = stopped_and_resumed[0].metrics, rows_of(stopped_and_resumed[0])
     assert [(line["step"], line["attempt"], len(line["row_ids"][0])) for line in lines] == [
         (2, 1, 16), (3, 2, 8), (5, 2, 16),
     ]  # fmt: skip
@@ -244,6 +238,17 @@ def test_each_line_counts_exactly_the_rows_since_the_line_before_over_a_signal_a
         assert line["mfu"] is None  # the peak of a CPU is not known
 
 
+def test_planned_peak_is_in_each_line_and_is_compared_with_the_held_memory_at_the_end(
+    stopped_and_resumed: tuple[Finished, str],
+):
+    memory = stopped_and_resumed[0].metrics[-1]["ranks_memory"][0]
+    assert (memory["predicted_peak_bytes"], memory["predicted_allocated_bytes"]) == (5 * GIB, GIB)
+    assert stopped_and_resumed[1].count("memory: planned") == 1
+    if not torch.cuda.is_available():
+        assert memory["peak_rss_bytes"] > 0
+        assert "planned at most 5.00 GiB with its margin, most held" in stopped_and_resumed[1]
+
+
 def test_loss_of_a_line_is_the_mean_over_its_label_tokens(inputs: Inputs, tmp_path: Path):
     cfg, folder = new_run(
         tmp_path, inputs, tuning__mode="full", train__max_steps=2, train__learning_rate=1e-12, logging__steps=2,
@@ -251,27 +256,12 @@ def test_loss_of_a_line_is_the_mean_over_its_label_tokens(inputs: Inputs, tmp_pa
     finished = train_in(cfg, folder)
     (line,) = finished.metrics
     rows, model = rows_of(finished), AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.float64)
-    each = [losses_of(model, rows[n]) for n in line["row_ids"][0]]
+    each = [label_losses(model, rows[n]) for n in line["row_ids"][0]]
     assert line["loss"] == pytest.approx(torch.cat(each).mean().item(), rel=1e-5)
     # The steps have different numbers of labels: the mean of the steps' means is another figure.
     by_step = [torch.cat(each[i : i + 8]).mean().item() for i in (0, 8)]
     assert abs(sum(by_step) / 2 - line["loss"]) > 1e-4
     assert line["ranks"][0]["loss"] == line["loss"]
-
-
-def test_planned_peak_is_in_each_line_and_is_compared_with_the_held_memory_at_the_end(
-    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    cfg, folder = new_run(tmp_path, inputs, train__max_steps=2)
-    folder.write_json("plan.json", {"peak_bytes": 5 * GIB, "allocated_bytes": GIB})
-    lines = train_in(cfg, folder).metrics
-    memory = lines[-1]["ranks_memory"][0]
-    assert (memory["predicted_peak_bytes"], memory["predicted_allocated_bytes"]) == (5 * GIB, GIB)
-    printed = [line for line in capsys.readouterr().out.splitlines() if "memory: planned" in line]
-    assert len(printed) == 1
-    if not torch.cuda.is_available():
-        assert memory["peak_rss_bytes"] > 0
-        assert "planned at most 5.00 GiB with its margin, most held" in printed[0]
 
 
 @pytest.mark.parametrize(("system", "ru_maxrss"), [("linux", 3 * 2**10), ("darwin", 3 * 2**20)])

@@ -16,7 +16,7 @@ from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 
 from sftplay.config.train import ProfileConfig
 from sftplay.heartbeat import Heartbeat
-from sftplay.train.profiler import PersistentBytes, ProfileSteps, highest_point, idle_share, write_trace
+from sftplay.train.profiler import ProfileSteps, idle_share
 
 START, STEPS = 2, 2
 
@@ -48,28 +48,13 @@ def spans(trace: dict[str, Any], start: str) -> list[dict[str, Any]]:
     return sorted(events, key=lambda each: each["ts"])
 
 
-def test_trace_has_the_form_of_a_chrome_trace(run: Finished):
-    # Trace Event Format: every event has ph and name, a complete one (X) has ts and dur in microseconds, pid and tid.
-    events = trace_of(run)["traceEvents"]
-    assert events
-    assert all("ph" in each and "name" in each for each in events)
-    complete = [each for each in events if each["ph"] == "X"]
-    assert all({"ts", "dur", "pid", "tid"} <= each.keys() and each["dur"] >= 0 for each in complete)
-
-
-def test_trace_holds_exactly_the_chosen_steps_with_their_operators(run: Finished):
-    trace = trace_of(run)
-    steps = spans(trace, "ProfilerStep#")
-    assert [each["name"] for each in steps] == ["ProfilerStep#2", "ProfilerStep#3"]
-    products = spans(trace, "aten::mm")
-    for step in steps:
-        inside = [each for each in products if step["ts"] <= each["ts"] <= step["ts"] + step["dur"]]
-        assert len(inside) > 20  # two layers of seven projections, forward and backward, in two micro-batches
-
-
 def test_phases_of_a_step_stand_in_the_trace_in_their_order(run: Finished):
     trace = trace_of(run)
-    for step in spans(trace, "ProfilerStep#"):
+    # Trace Event Format: every event has ph and name, a complete one (X) has ts and dur in microseconds, pid and tid.
+    assert all({"ts", "dur", "pid", "tid"} <= each.keys() and each["dur"] >= 0 for each in spans(trace, ""))
+    steps = spans(trace, "ProfilerStep#")
+    assert [each["name"] for each in steps] == ["ProfilerStep#2", "ProfilerStep#3"]
+    for step in steps:
         inside = [
             each["name"].removeprefix("phase: ")
             for each in spans(trace, "phase: ")
@@ -77,17 +62,6 @@ def test_phases_of_a_step_stand_in_the_trace_in_their_order(run: Finished):
         ]
         # 8 rows in micro-batches of 4 are two passes.
         assert inside == ["data", "forward", "backward", "forward", "backward", "optimizer"]
-
-
-def test_matrix_products_of_the_backward_pass_lie_in_its_phase(run: Finished):
-    trace = trace_of(run)
-    phases = [(each["ts"], each["ts"] + each["dur"], each["name"]) for each in spans(trace, "phase: ")]
-    for product in spans(trace, "autograd::engine::evaluate_function: MmBackward"):
-        assert [name for begin, end, name in phases if begin <= product["ts"] <= end] == ["phase: backward"]
-    optimizer = spans(trace, "Optimizer.step#")
-    assert len(optimizer) == STEPS
-    for step in optimizer:
-        assert [name for begin, end, name in phases if begin <= step["ts"] <= end] == ["phase: optimizer"]
 
 
 def test_summary_is_at_most_ten_lines_and_names_time_memory_and_file(run: Finished, printed: list[str]):
@@ -114,15 +88,11 @@ def test_highest_memory_is_that_of_torchs_own_running_count(run: Finished, print
     assert f"activations and the rest {above / 2**20:.1f} MiB" in "\n".join(printed)
 
 
-def test_profile_leaves_no_half_written_file(run: Finished):
-    assert [path.name for path in (run.folder.path / "profile").iterdir()] == ["rank0.trace.json.gz"]
-    assert run.trainer.heartbeat.listener is None
-
-
 def test_weights_and_losses_are_the_same_with_and_without_a_profile(run: Finished, tmp_path: Path, inputs: Inputs):
     plain = train(tmp_path, inputs, train__batch_size=4)
     assert not (plain.folder.path / "profile").exists()
-    assert plain.trainer.heartbeat.listener is None
+    assert [path.name for path in (run.folder.path / "profile").iterdir()] == ["rank0.trace.json.gz"]
+    assert run.trainer.heartbeat.listener is plain.trainer.heartbeat.listener is None
     assert plain.losses == run.losses
     expected = plain.trainer.model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in run.trainer.model.state_dict().items())
@@ -206,39 +176,12 @@ def test_full_disk_costs_the_profile_and_not_the_run(tmp_path: Path, small_disk:
     assert list(small_disk.iterdir()) == []
 
 
-def test_trace_whose_file_cannot_be_opened_is_an_error_of_the_disk(tmp_path: Path):
-    profile = torch.profiler.profile()
-    profile.start()
-    profile.stop()
-    with pytest.raises(OSError, match="could not write the trace"):
-        write_trace(profile, tmp_path / "missing" / "rank0.trace.json.gz")
-
-
 def test_idle_share_counts_overlapping_work_once():
     # Of 100 ns, 10 to 40 and 60 to 70 are busy; the span from -5 ends where the steps begin.
     work = [(20, 40), (10, 30), (60, 70), (25, 35), (-5, 0)]
     assert idle_share(work, (0, 100)) == pytest.approx(0.60)
     assert idle_share([], (0, 100)) == 1.0
     assert idle_share([(-10, 200)], (0, 100)) == 0.0
-
-
-def test_highest_point_is_that_of_the_running_sum():
-    assert highest_point([(30, -50), (10, 100), (20, 40), (40, 45)]) == (20, 140)
-    assert highest_point([]) == (0, 0)
-
-
-def test_bytes_of_weights_states_and_gradients_are_those_of_their_tensors():
-    model = torch.nn.Linear(10, 3)  # 33 fp32 weights
-    optimizer = torch.optim.AdamW(model.parameters())
-    held = PersistentBytes()
-    held.count_weights(model, optimizer)
-    assert (held.weights_bytes, held.optimizer_bytes) == (132, 0)
-    model(torch.ones(1, 10)).sum().backward()
-    held.count_gradients(model)
-    optimizer.step()
-    held.count_weights(model, optimizer)
-    # Two moments each, and for each of the two tensors a step count in 4 bytes.
-    assert (held.optimizer_bytes, held.gradients_bytes) == (2 * 132 + 8, 132)
 
 
 @pytest.mark.gpu

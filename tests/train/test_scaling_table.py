@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from benchmarks.scaling import Measured, as_table, describe_sharing, efficiency, measure, read_counts
+from benchmarks.scaling import Measured, as_table, efficiency, measure, read_counts
 
 ONE = Measured(1, 16, 1000.0, 0.5, 0.0)
 TWO = Measured(2, 16, 1500.0, 0.333, 0.125)
@@ -30,13 +30,6 @@ def test_the_median_step_counts_and_the_first_two_do_not():
     rates = (1.0, 1.0, 100.0, 60.0, 5.0)
     lines = [{"step_s": 2 / rate, "tokens_per_s": rate, "exposed_communication_share": 0.1} for rate in rates]
     assert measure(2, 16, lines) == Measured(2, 16, 60.0, 2 / 60, 0.1)
-
-
-def test_cores_that_processes_share_are_reported():
-    assert "4 processes share 2 cores" in describe_sharing([1, 4], 2, 0)[0]
-    assert "each has 2 of 4 cores" in describe_sharing([1, 2], 4, 0)[0]
-    assert describe_sharing([1, 2], 2, 2) == []
-    assert describe_sharing([1], 2, 0) == []
 
 
 def test_counts_are_numbers_from_one_on():

@@ -15,7 +15,7 @@ from typing import Any, cast
 import psutil
 import pytest
 import torch
-from in_process import Inputs, StopAfter, new_run, train_in
+from in_process import Inputs, new_run, train_in
 from processes import HANG_S, wait_until
 
 from sftplay.errors import ConfigError
@@ -33,27 +33,25 @@ ROOT = Path(__file__).resolve().parents[2]
 NOW = 1_000_000.0
 
 
-def test_limit_counts_from_the_start_of_the_process():
-    deadline = find_deadline("2h", {}, started_s=NOW - 600, now_s=NOW)
-    assert deadline == Deadline(NOW - 600 + 7200, "train.time_limit 2h")
-
-
-def test_end_of_the_slurm_job_is_the_limit_when_the_config_has_none():
-    deadline = find_deadline(None, {"SLURM_JOB_END_TIME": "1003600"}, started_s=NOW, now_s=NOW)
-    assert deadline is not None
-    assert deadline.at_s == 1_003_600
-    assert "SLURM" in deadline.origin
-    assert find_deadline(None, {}, started_s=NOW, now_s=NOW) is None
-
-
-@pytest.mark.parametrize(("limit", "at_s"), [("30m", NOW + 1800), ("2h", NOW + 3600)])
-def test_the_earlier_end_counts(limit: str, at_s: float):
-    deadline = find_deadline(limit, {"SLURM_JOB_END_TIME": "1003600"}, started_s=NOW, now_s=NOW)
+@pytest.mark.parametrize(
+    ("limit", "job_end", "at_s", "origin"),
+    [
+        ("2h", None, NOW - 600 + 7200, "train.time_limit 2h"),
+        (None, "1003600", NOW + 3600, "SLURM"),
+        ("30m", "1003600", NOW - 600 + 1800, "train.time_limit 30m"),
+        ("2h", "1003600", NOW + 3600, "SLURM"),
+    ],
+)
+def test_the_earlier_of_the_limit_and_the_end_of_the_job_counts(limit: Any, job_end: Any, at_s: float, origin: str):
+    environment = {"SLURM_JOB_END_TIME": job_end} if job_end else {}
+    deadline = find_deadline(limit, environment, started_s=NOW - 600, now_s=NOW)
     assert deadline is not None
     assert deadline.at_s == at_s
+    assert origin in deadline.origin
 
 
-def test_job_end_that_is_not_a_number_is_reported(capsys: Any):
+def test_without_a_known_end_there_is_no_limit(capsys: Any):
+    assert find_deadline(None, {}, started_s=NOW, now_s=NOW) is None
     assert find_deadline(None, {"SLURM_JOB_END_TIME": "Unknown"}, started_s=NOW, now_s=NOW) is None
     assert "'Unknown' is not a number" in capsys.readouterr().out
 
@@ -201,24 +199,6 @@ def test_the_first_evaluation_after_a_resume_is_foreseen(tmp_path: Path):
     assert timed.guard.longest_s["evaluation"] == 300.0
 
 
-def test_a_resumed_run_knows_how_long_its_evaluations_took(tmp_path: Path, inputs: Inputs, monkeypatch: Any):
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100_000))
-    cfg, folder = new_run(tmp_path, inputs, train__eval_steps=1, train__save_steps=1)
-    first = train_in(cfg, folder, StopAfter(2))
-    measured = [line["eval_runtime"] for line in first.trainer.state.log_history if "eval_runtime" in line]
-    assert measured
-    seen: list[float] = []
-    begin = StopInTime.on_train_begin
-
-    def see(self: StopInTime, *given: Any, **named: Any) -> None:
-        begin(self, *given, **named)
-        seen.append(self.longest_s["evaluation"])
-
-    monkeypatch.setattr(StopInTime, "on_train_begin", see)
-    train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
-    assert seen[0] in measured
-
-
 def test_time_for_a_checkpoint_due_after_this_step_is_kept_beside_the_next_one(tmp_path: Path):
     for save_steps, stops in ((100, False), (2, True)):
         timed = Timed(tmp_path, 3600.0)
@@ -229,26 +209,15 @@ def test_time_for_a_checkpoint_due_after_this_step_is_kept_beside_the_next_one(t
         assert timed.step(10.0) is stops
 
 
-def test_last_step_is_never_cut_short(tmp_path: Path):
-    timed = Timed(tmp_path, 100.0, max_steps=3)
-    timed.step(1.0)
-    timed.step(1.0)
-    assert not timed.step(500.0)
-    assert timed.stop.received == 0
-
-
-def test_signal_that_came_before_keeps_its_number(tmp_path: Path):
-    timed = Timed(tmp_path, 100.0)
-    timed.stop.received = int(signal.SIGTERM)
-    timed.step(99.0)
-    assert timed.stop.received == signal.SIGTERM
-
-
-def test_only_the_main_rank_decides(tmp_path: Path, monkeypatch: Any):
-    timed = Timed(tmp_path, 100.0)
+def test_the_last_step_a_signal_and_other_ranks_are_left_alone(tmp_path: Path, monkeypatch: Any):
+    last = Timed(tmp_path, 100.0, max_steps=1)
+    assert not last.step(500.0)
+    signalled = Timed(tmp_path, 100.0)
+    signalled.stop.received = int(signal.SIGTERM)
+    signalled.step(99.0)
+    assert signalled.stop.received == signal.SIGTERM
     monkeypatch.setenv("RANK", "1")
-    timed.step(99.0)
-    assert timed.stop.received == 0
+    assert not Timed(tmp_path, 100.0).step(99.0)
 
 
 def test_run_in_a_slurm_job_that_ends_stops_with_a_checkpoint_and_goes_on_later(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_run import grpo_inputs, grpo_options
+from grpo_run import grpo_options
 from in_process import Inputs, train
 
 from sftplay.tasks.grpo.sampling import LogprobCheck
@@ -19,11 +19,6 @@ pytestmark = pytest.mark.slow
 
 DROPOUT = {"tuning__mode": "lora", "tuning__lora__dropout": 0.3, "train__learning_rate": 0.05}
 """The adapter is 0 in the first step and far from it in the second one."""
-
-
-@pytest.fixture(scope="module")
-def prompts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return grpo_inputs(tiny_llama, tmp_path_factory.mktemp("prompts"))
 
 
 @pytest.mark.parametrize("window", [{}, {"grpo__num_iterations": 2, "grpo__beta": 0.1}])
@@ -46,17 +41,3 @@ def test_the_tokens_of_a_drawing_have_the_probabilities_with_which_they_were_dra
     assert max(gaps) < 1e-4  # rounding
     assert max(dropped) > 1e-2  # it still learns with dropout
     assert run.trainer.model.training
-
-
-def test_without_dropout_nothing_changes_with_the_mode(
-    prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """As if the mode were never changed: the same weights, bit for bit."""
-    from contextlib import nullcontext
-
-    options = grpo_options(prompts, **{**DROPOUT, "tuning__lora__dropout": 0.0}, grpo__num_iterations=2, grpo__beta=0.1)
-    mine = train(tmp_path / "mine", prompts, **options)
-    monkeypatch.setattr("sftplay.tasks.grpo.sampling.eval_mode", lambda _: nullcontext())
-    its = train(tmp_path / "its", prompts, **options)
-    after, expected = mine.trainer.model.state_dict(), its.trainer.model.state_dict()
-    assert all(torch.equal(after[name], weight) for name, weight in expected.items())

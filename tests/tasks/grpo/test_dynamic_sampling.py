@@ -136,15 +136,6 @@ def test_silent_groups_get_other_prompts_until_none_is_silent_or_the_bound_is_re
     assert world.samplers[0].first_figures["first_zero_variance_share"] == pytest.approx(2 / 3)
 
 
-def test_never_more_rounds_than_allowed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("test_dynamic_sampling.has_zero_variance", lambda _: True)
-    world = World(1, monkeypatch, rounds=2)
-    [(_, scored, resampled)] = world.sample([0, 10])
-    assert world.generated == [[2 * GROUP] * 3]
-    assert resampled == 4
-    assert find_zero_variance_groups(scored.training_rewards, GROUP) == [0, 1]
-
-
 @pytest.mark.parametrize("in_lockstep", [False, True])
 def test_ranks_that_share_a_group_choose_alike_and_generate_equally_often(
     in_lockstep: bool, monkeypatch: pytest.MonkeyPatch
@@ -185,21 +176,6 @@ def test_the_turn_of_a_silent_prompt_goes_to_another_before_anything_is_drawn(mo
     assert {row["row"] for row in inputs[GROUP:]} <= {30, 60, 90}  # not silent, and not the one that is there
 
 
-def test_nothing_is_drawn_in_a_passed_turn_but_one_group_is_always_drawn(monkeypatch: pytest.MonkeyPatch):
-    sampler = World(1, monkeypatch, rounds=0).samplers[0]
-    silent, other = ROWS[1], ROWS[3]
-    scored = as_one([score_local([{"row": row} for row in [silent] * GROUP + [other] * GROUP], list(range(2 * GROUP)))])
-    sampler.record_sampled(scored, tokens=[1] * len(scored.rows))
-    assert sampler.choose_skipped_groups([other] * GROUP + [silent] * GROUP) == 1
-    assert sampler.find_sampled_places(0, 2 * GROUP) == list(range(GROUP))
-    # on the second of two ranks, which has the second half of the second group and the whole third one
-    assert sampler.find_sampled_places(6, 6) == [2, 3, 4, 5]
-    assert sampler.choose_skipped_groups([silent] * GROUP) == 0  # its turn has passed
-    sampler.record_sampled(scored, tokens=[1] * len(scored.rows))
-    assert sampler.choose_skipped_groups([silent] * 2 * GROUP) == 1
-    assert sampler.find_sampled_places(0, 2 * GROUP) == list(range(GROUP))
-
-
 def test_the_reserve_shows_every_prompt_once_before_any_comes_again_and_goes_on_from_its_state():
     reserve = Reserve(ROWS, seed=5)
     assert sorted(reserve.take(()) for _ in ROWS) == ROWS
@@ -223,3 +199,7 @@ def test_where_every_prompt_is_silent_or_taken_nothing_is_drawn_again(monkeypatc
     [(_, scored, resampled)] = world.sample([10, 20])
     assert (scored.rows, resampled) == ([10] * GROUP + [20] * GROUP, 0)
     assert world.generated == [[2 * GROUP]]
+    monkeypatch.setattr("test_dynamic_sampling.has_zero_variance", lambda _: True)
+    silent = World(1, monkeypatch, rounds=2)
+    assert silent.sample([0, 10])[0][2] == 4
+    assert silent.generated == [[2 * GROUP] * 3]  # never more rounds than allowed

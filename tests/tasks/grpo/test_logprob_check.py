@@ -80,8 +80,3 @@ def test_equal_numbers_are_0_and_a_number_that_vllm_does_not_know_is_left_out():
     known = torch.tensor([[-1.25, float("nan")]])
     check.compare(sampled=known, before=check.trained_logps.clone(), mask=torch.ones(1, 2))
     assert check.take(Heartbeat()) == {"sampler_gap": 0.0, "sampler_kl": 0.0}
-
-
-def test_it_is_due_every_so_many_steps_or_never():
-    assert [step for step in range(7) if LogprobCheck(3).is_due(step)] == [0, 3, 6]
-    assert not any(LogprobCheck(0).is_due(step) for step in range(7))

@@ -77,7 +77,8 @@ def test_a_healthy_run_is_told_nothing_and_neither_is_a_control(capsys):
 
 def test_twenty_steps_without_a_signal_end_the_run_with_the_reason():
     watcher = health()
-    step(watcher, 0)
+    step(watcher, 0, zero_variance_share=1.0)
+    step(watcher, 0)  # one group with a signal starts the count again
     for number in range(1, 20):
         step(watcher, number, zero_variance_share=1.0, reward=1.0)
     with pytest.raises(RunError, match=r"nothing was learned in the last 20 steps.*mean reward 1\)") as raised:
@@ -86,23 +87,28 @@ def test_twenty_steps_without_a_signal_end_the_run_with_the_reason():
     assert "take harder prompts" in str(raised.value)
 
 
-def test_one_group_with_a_signal_starts_the_count_again():
-    watcher = health(stop_without_signal=3)
-    for number in range(12):
-        step(watcher, number, zero_variance_share=0.99 if number % 3 == 2 else 1.0)
-    assert watcher.steps_without == 0
-
-
-def test_rewards_that_were_0_from_the_first_step_name_the_missing_warm_start():
-    watcher = health(stop_without_signal=4)
-    for number in range(3):
-        step(watcher, number, zero_variance_share=1.0, reward=0.0)
-    with pytest.raises(RunError, match="every reward since the first step was 0") as raised:
-        step(watcher, 3, zero_variance_share=1.0, reward=0.0)
-    assert "sft_then_grpo.sh" in str(raised.value)
-
-
 FORM_ALONE = {"reward": 0.1, "reward/a": 0.0, "reward/shape": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "said"),
+    [
+        ({"reward": 0.0}, {"reward": 0.0}, "every reward since the first step was 0"),
+        (FORM_ALONE, FORM_ALONE, "every reward for content (a) since the first step was 0"),
+        ({"reward": 0.3}, {"reward": 0.0}, ""),
+    ],
+    ids=["0 from the first step", "form alone", "fallen to 0"],
+)
+def test_a_run_that_was_never_paid_ends_with_the_missing_warm_start(first, later, said):
+    watcher = health(stop_without_signal=4)
+    step(watcher, 0, **first)
+    for number in range(1, 4):
+        step(watcher, number, zero_variance_share=1.0, **later)
+    with pytest.raises(RunError) as raised:
+        step(watcher, 4, zero_variance_share=1.0, **later)
+    assert said in str(raised.value)
+    assert ("since the first step was 0" in str(raised.value)) == bool(said)
+    assert ("sft_then_grpo.sh" in str(raised.value)) == bool(said)
 
 
 def test_a_run_that_is_paid_for_form_alone_is_told_so_once_with_the_same_remedy(capsys):
@@ -126,25 +132,6 @@ def test_one_answer_that_was_paid_for_content_is_enough_and_is_known_after_a_res
     for number in range(2 * MEAN_WINDOW):
         step(after, number, **FORM_ALONE)
     assert "warning" not in capsys.readouterr().out
-
-
-def test_a_run_that_ends_with_form_alone_names_the_missing_warm_start():
-    watcher = health(stop_without_signal=4)
-    for number in range(3):
-        step(watcher, number, zero_variance_share=1.0, **FORM_ALONE)
-    with pytest.raises(RunError, match=r"every reward for content \(a\) since the first step was 0") as raised:
-        step(watcher, 3, zero_variance_share=1.0, **FORM_ALONE)
-    assert "sft_then_grpo.sh" in str(raised.value)
-
-
-def test_rewards_that_have_fallen_to_0_do_not():
-    watcher = health(stop_without_signal=4)
-    step(watcher, 0, reward=0.3)
-    for number in range(1, 4):
-        step(watcher, number, zero_variance_share=1.0, reward=0.0)
-    with pytest.raises(RunError) as raised:
-        step(watcher, 4, zero_variance_share=1.0, reward=0.0)
-    assert "since the first step was 0" not in str(raised.value)
 
 
 @pytest.mark.parametrize("grpo", [{"stop_without_signal": 0}, {"placebo_reward": "constant"}])

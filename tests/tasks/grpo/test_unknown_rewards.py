@@ -14,10 +14,8 @@ from grpo_toy import grpo_trainer
 from trl import GRPOTrainer
 
 from sftplay.config.run import RunConfig
-from sftplay.data.questions import Question
-from sftplay.evaluate.rewarded import compute_figures, reward_answers
 from sftplay.reward.calls import RewardValues
-from sftplay.reward.reward_set import BatchRewards, combined
+from sftplay.reward.reward_set import BatchRewards
 from sftplay.tasks.grpo.scoring import DynamicSampler, ScoredBatch
 from sftplay.tasks.grpo.watch import SignalHealth
 
@@ -38,11 +36,6 @@ def scored_batch(**columns: list[float | None]) -> ScoredBatch:
     n = len(found.verdicts)
     rows = [10 * (at // 4) for at in range(n)]
     return ScoredBatch(names=("tests", "format"), weights=WEIGHTS, rows=rows, completions=[""] * n, rewards=found)
-
-
-def test_an_unknown_reward_for_content_leaves_no_sum_and_an_unknown_form_leaves_the_rest():
-    assert combined(scored(), WEIGHTS) == pytest.approx(PAID)
-    assert combined(scored(), (0.0, 0.1)) == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1, 0.0, None, 0.1])
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
@@ -96,20 +89,3 @@ def test_a_step_without_a_known_reward_is_no_step_without_a_signal():
     watch.trainer = SimpleNamespace(rollout_figures=scored_batch(content=[None] * 8).compute_figures(4))
     watch.on_step_end(None, SimpleNamespace(global_step=1), None)
     assert watch.steps_without == 0
-
-
-def test_an_evaluation_leaves_an_unknown_answer_out_of_the_mean_reward():
-    cfg = config(rewards=[{"name": "tests", "use": "math"}, {"name": "format", "use": "format", "weight": 0.1}])
-
-    class Rewards:
-        weights = WEIGHTS
-
-        def score(self, *_: Any) -> BatchRewards:
-            return scored()
-
-    asked = [Question(row, [], "", {}) for row in range(8)]
-    answers = reward_answers(Rewards(), asked, columns=[], answers=[""] * 8, n_tokens=[1] * 8)  # type: ignore[arg-type]
-    figures = compute_figures(answers, rewards=cfg.rewards)
-    assert figures["reward"] == pytest.approx(fmean(paid for paid in PAID if paid is not None))
-    assert figures["pass"] == pytest.approx(5 / 6)
-    assert figures["abstained"] == {"tests": 2, "format": 1}

@@ -69,14 +69,6 @@ def test_halted_rows_take_the_next_puzzle_and_the_start_state_and_the_others_sta
             assert torch.equal(mine[n], its[n])
 
 
-def test_every_row_takes_a_puzzle_at_the_first_step():
-    model = made()
-    fresh = puzzles(1)
-    after = reset_halted(all_halted(model, BATCH), fresh, model=model)
-    assert all(torch.equal(*pair) for pair in zip(after.puzzles, fresh, strict=True))
-    assert all(torch.equal(*pair) for pair in zip(after.state, model.start(BATCH), strict=True))
-
-
 def test_a_row_halts_at_the_last_segment_or_where_halting_is_worth_more_but_not_before_its_least():
     said = answer([1.0, -2.0, 3.0, 5.0, -1.0], [0.5, 1.0, 3.0, 1.0, -3.0])
     steps, at_least = torch.tensor([1, 4, 2, 2, 3]), torch.tensor([0, 0, 0, 3, 2])
@@ -88,12 +80,6 @@ def test_a_row_halts_at_the_last_segment_or_where_halting_is_worth_more_but_not_
     assert halts(said, hrm=one, **decide).tolist() == [True, True, True, False, False]
     single = HrmConfig(n_supervision=1)
     assert halts(said, torch.ones(5), hrm=single, at_least=FREE.new_zeros(5)).all()
-
-
-def test_going_on_is_worth_what_the_next_segment_promises_and_at_the_end_what_halting_there_would_be():
-    target = compute_continue_target(answer([1.0, 1.0, -2.0], [3.0, 3.0, -4.0]), torch.tensor([False, True, False]))
-    sigmoid = [1 / (1 + math.exp(-x)) for x in (3.0, 1.0, -2.0)]
-    assert target.tolist() == pytest.approx(sigmoid)
 
 
 def told_segment(hrm: HrmConfig, said: list[SegmentOutput], *, steps: list[int], labels: Tensor) -> Segment:

@@ -168,10 +168,10 @@ def test_a_segment_begins_from_a_state_without_gradients_and_leaves_one():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"h_layers": 3}, {"arch": "single", "puzzle_emb_dim": 9}, {"puzzle_emb_dim": 0}]
+    ("positions", "changes"),
+    [("rope", {"h_layers": 3}), ("learned", {"arch": "single", "puzzle_emb_dim": 9}), ("rope", {"puzzle_emb_dim": 0})],
 )
-@pytest.mark.parametrize("positions", ["rope", "learned"])
-def test_the_judgement_alone_is_that_of_the_whole_answer(changes: dict[str, Any], positions: str):
+def test_the_judgement_alone_is_that_of_the_whole_answer(positions: str, changes: dict[str, Any]):
     model = small(positions=positions, **changes)
     width = 0 if model.puzzles is None else model.puzzles.rows.shape[1]
     given = {"puzzle_rows": torch.randn(BATCH, width, dtype=torch.float64)}
@@ -184,16 +184,7 @@ def test_the_judgement_alone_is_that_of_the_whole_answer(changes: dict[str, Any]
     assert after.high.shape == (BATCH, 1, WIDTH)
 
 
-def test_one_module_does_the_work_of_both_where_the_architecture_is_single():
-    model = small(arch="single", l_layers=2)
-    assert model.high is model.low
-    assert not [name for name in model.state_dict() if "high" in name and name != "start_high"]
-    _, answer = model(model.start(BATCH), INPUTS, puzzle_rows=torch.zeros(BATCH, WIDTH, dtype=torch.float64))
-    answer.logits.sum().backward()
-    assert all(weight.grad is not None for name, weight in model.named_parameters() if not name.startswith("q_head"))
-
-
-@pytest.mark.parametrize(("dim", "prefix"), [(None, 1), (0, 0), (3, 1), (8, 1), (9, 2)])
+@pytest.mark.parametrize(("dim", "prefix"), [(None, 1), (0, 0), (3, 1), (9, 2)])
 def test_a_puzzle_embedding_takes_as_many_positions_as_it_needs_and_is_padded_with_zeros(dim: int | None, prefix: int):
     model = small(puzzle_emb_dim=dim)
     assert model.prefix == prefix
@@ -228,7 +219,7 @@ def trm_by_hand(model: PuzzleModel, inputs: Tensor, rows: Tensor) -> tuple[Tenso
     return high[before:] @ model.head.weight.T, high[0] @ model.q_head.weight.T + model.q_head.bias
 
 
-@pytest.mark.parametrize("length", [None, 1, 16])
+@pytest.mark.parametrize("length", [None, 16])
 def test_the_prefix_has_the_positions_of_the_published_model_that_it_is_given(length: int | None):
     model = small(arch="single", grad="full_last_cycle", h_cycles=3, l_cycles=2, puzzle_emb_len=length)
     rows = torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
@@ -248,13 +239,6 @@ def test_a_prefix_that_cannot_hold_the_embedding_is_refused(dim: int, fix: str):
     text = {"task_mode": "hrm", "model": {"name": "builtin:hrm"}, "tuning": {"mode": "full"}, "hrm": hrm}
     (violation,) = SPEC.broken_rules(RunConfig.model_validate(text))
     assert (violation.keys[0], violation.fix) == ("hrm.puzzle_emb_len", fix)
-
-
-def test_zeros_before_the_cells_change_the_answer():
-    rows = torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
-    one, many = (small(arch="single", puzzle_emb_len=length) for length in (1, 16))
-    answers = [model(model.start(BATCH), INPUTS, puzzle_rows=rows)[1].logits for model in (one, many)]
-    assert (answers[0] - answers[1]).abs().max() > 0.05
 
 
 def test_what_is_drawn_at_the_start_has_the_standard_deviations_of_the_paper_within_two_percent():

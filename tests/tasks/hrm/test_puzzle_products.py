@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sftplay.tasks.hrm import network as linear
-from sftplay.tasks.hrm.network import Linear, OneDnnProduct, multiplies_by_one_dnn
+from sftplay.tasks.hrm.network import OneDnnProduct, multiplies_by_one_dnn
 
 HAS_ONE_DNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a torch with oneDNN")
 
@@ -39,14 +39,9 @@ def test_a_gradient_that_is_one_number_for_all_reaches_both_sides_of_a_product()
     assert weight.grad is not None
     assert torch.allclose(x.grad, weight.detach().sum(dim=0).expand(3, 4))
     assert torch.allclose(weight.grad, x.detach().sum(dim=0).expand(2, 4))
-
-
-@HAS_ONE_DNN
-def test_what_has_no_gradient_gets_none():
-    x, weight = given(3, 4, seed=1), given(2, 4, seed=2).requires_grad_()
-    OneDnnProduct.apply(x, weight).sum().backward()
-    assert x.grad is None
-    assert weight.grad is not None
+    frozen = given(3, 4, seed=1)
+    OneDnnProduct.apply(frozen, weight).sum().backward()
+    assert frozen.grad is None
 
 
 @HAS_ONE_DNN
@@ -63,19 +58,3 @@ def test_one_dnn_multiplies_fp32_on_cpus_of_amd_with_avx_512_alone(monkeypatch: 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(linear, "has_amd_cpu", lambda: False)
     assert not multiplies_by_one_dnn(torch.zeros(1))
-
-
-@HAS_ONE_DNN
-def test_a_layer_says_the_same_by_either_library(monkeypatch: pytest.MonkeyPatch):
-    torch.manual_seed(0)
-    monkeypatch.setattr(linear, "has_amd_cpu", lambda: True)
-    layer, x, found = Linear(16, 8), given(2, 3, 16, seed=4), []
-    for capability in ("AVX512", "AVX2"):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        layer.zero_grad()
-        out = layer(x)
-        out.square().sum().backward()
-        assert layer.weight.grad is not None
-        found.append((out, layer.weight.grad.clone()))
-    for one, other in zip(*found, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)

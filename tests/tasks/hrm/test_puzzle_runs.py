@@ -14,12 +14,9 @@ from in_process import Finished, StopAfter, train_in
 from safetensors.torch import load_file
 from untimed_metrics import untimed
 
-from sftplay import log
-from sftplay.errors import ConfigError, DataError, RunError
-from sftplay.tasks.hrm.act import Carry, Puzzles
-from sftplay.tasks.hrm.network import PuzzleTable, State, load_model
+from sftplay.errors import ConfigError, DataError
+from sftplay.tasks.hrm.network import PuzzleTable, load_model
 from sftplay.tasks.hrm.task import make_rows, open_puzzles
-from sftplay.tasks.hrm.trainer import load_progress, save_progress
 from sftplay.train.setup import make_setup
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -117,36 +114,6 @@ def test_only_touched_rows_of_the_table_have_moved(whole: Finished):
     moved = rows.abs().sum(dim=1) > 0
     assert moved[:6].any()
     assert not moved[6:].any()  # no puzzle has these identifiers
-
-
-def test_puzzles_under_way_are_those_of_the_whole_batch_whatever_the_number_of_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    state = State(torch.randn(6, 3, 4), torch.randn(6, 3, 4))
-    whole = Carry(
-        state, torch.arange(6), torch.arange(6) % 2 == 0, Puzzles(*torch.randint(0, 9, (2, 6, 3)), torch.arange(6))
-    )
-
-    def as_rank(rank: int, world: int) -> slice:
-        monkeypatch.setattr(log, "rank", lambda: rank)
-        monkeypatch.setattr(log, "world_size", lambda: world)
-        return slice(rank * 6 // world, (rank + 1) * 6 // world)
-
-    for rank in range(2):
-        save_progress(tmp_path, carry=whole.rows(as_rank(rank, 2)), rows={"passes": 3}, average=None)
-    for world in (1, 2, 3):
-        for rank in range(world):
-            mine = as_rank(rank, world)
-            carry, rows, _ = load_progress(tmp_path, torch.device("cpu"), has_average=False)
-            assert rows == {"passes": 3}
-            for one, other in zip(flat(carry), flat(whole.rows(mine)), strict=True):
-                assert torch.equal(one, other)
-    with pytest.raises(RunError, match=r"average.safetensors.*no such file"):
-        load_progress(tmp_path, torch.device("cpu"), has_average=True)
-
-
-def flat(carry: Carry) -> list[torch.Tensor]:
-    return [*carry.state, carry.steps, carry.halted, *carry.puzzles]
 
 
 def test_a_run_that_has_learned_its_puzzles_ends_with_a_checkpoint_a_measurement_and_a_result(

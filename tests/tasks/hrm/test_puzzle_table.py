@@ -97,16 +97,12 @@ def test_opposite_gradients_of_two_ranks_cancel_to_no_move_and_the_row_still_dec
         assert torch.equal(rows[7], started().rows[7] * (1 - RATE * DECAY))
 
 
-def test_duplicates_are_summed_before_the_sign():
+def test_duplicates_are_summed_before_the_sign_and_a_row_decays_before_it_moves_by_the_rate():
     table = PuzzleTable(4, 2)
     gradients = torch.tensor([[3.0, 1.0], [-1.0, -2.0], [-1.0, 1.0], [5.0, 0.0]])
-    touched = table.update(Touched(torch.tensor([1, 1, 1, 3]), gradients), rate=0.5, weight_decay=0.1)
+    assert table.update(Touched(torch.tensor([1, 1, 1, 3]), gradients), rate=0.5, weight_decay=0.1) == 2
     # 3 - 1 - 1 > 0, and 1 - 2 + 1 = 0, whose sign is 0; the sum of the signs would be -1 and +1
     assert table.rows.tolist() == [[0, 0], [-0.5, 0], [0, 0], [-0.5, 0]]
-    assert touched == 2
-
-
-def test_a_row_that_is_seen_k_times_moves_by_at_most_k_times_the_rate_and_decays_before_it_moves():
     table = PuzzleTable(1, 1)
     table.rows.fill_(2.0)
     for _ in range(3):

@@ -138,17 +138,3 @@ def test_a_copy_for_another_device_is_never_made_on_the_models_own():
         )
     assert copies.n == 0
     assert {p.device.type for p in role_models.models["guide"].parameters()} == {"meta"}
-
-
-def test_a_copy_has_the_same_values_in_weights_of_its_own():
-    model = make_model(adapts=False)
-    model.tie_weights()
-    role_models = RoleModels(model, has_guide=True, guide_learns=True, has_value=False)
-    its = dict(role_models.models["guide"].named_parameters())
-    assert its.keys() == dict(model.named_parameters()).keys()
-    for name, weight in model.named_parameters():
-        assert torch.equal(its[name], weight)
-        assert its[name].data_ptr() != weight.data_ptr()
-        assert its[name].requires_grad
-    with role_models.reference("solver") as reference:
-        assert not any(weight.requires_grad for weight in reference.parameters())

@@ -18,36 +18,25 @@ from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
 from sftplay.generate.generate import AHEAD, Generator, SampleByRow, derive_seed
 from sftplay.model.out_of_memory import OutOfMemory
-from sftplay.model.toys import ID, DigitsRecipe, make_digits
+from sftplay.model.toys import ID
 from sftplay.tasks import TASKS
 from sftplay.tasks.score.episode_rewards import EpisodeResult, describe
 from sftplay.tasks.score.losses import find_learning_rates
 from sftplay.tasks.score.sample_episodes import (
-    Action,
     EpisodeSampler,
     RecordedSampling,
     Template,
     compute_edit_ratio,
     compute_turn_figures,
-    count_padded_tokens,
     diagnose,
     exchange_hints,
     hint_equals_answer,
     is_leaked,
     make_templates,
     sample_actions,
-    tokenize_texts,
     truncate_middle,
 )
 from sftplay.tasks.score.section import PromptsConfig
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy's model and tokenizer, hardly trained."""
-    folder = tmp_path_factory.mktemp("digits") / "model"
-    make_digits(folder, DigitsRecipe(steps=3), say=print)
-    return folder
 
 
 def ids(text: str) -> list[int]:
@@ -136,31 +125,6 @@ def test_the_edit_ratio_is_levenshteins_distance_over_the_longer_length():
     assert compute_edit_ratio([1, 2, 3], [1, 2, 3]) == 0
 
 
-@pytest.mark.parametrize(
-    ("hint", "leaks"),
-    [("It is 42.", True), ("check 142", False), ("42.5 is wrong", False), ("add 4 and 2", False), ("(42)", True)],
-)
-def test_a_hint_leaks_where_it_states_the_answer_as_a_number_of_its_own(hint, leaks):
-    question = Question(0, [], "", {"answer": "6 x 7 = 42\n#### 42"})
-    assert is_leaked(question, hint) is leaks
-
-
-@pytest.mark.parametrize(
-    ("hint", "leaks"),
-    [
-        ("```python\ndef larger(a, b):\n    return max(a, b)\n```", True),
-        ("Write it as\n\ndef larger( a, b ) -> int:\n    return a if a > b else b", True),
-        ("def largest(a, b):\n    return max(a, b)", False),
-        ("`larger` gives the smaller number: look at the sign in larger(a, b).", False),
-        ("def larger(a, b) takes two numbers", False),
-    ],
-)
-def test_a_hint_leaks_where_it_writes_the_function_that_is_asked_for(hint, leaks):
-    program = "```python\ndef larger(a, b):\n    return a if a > b else b\n```"
-    question = Question(0, [], "", {"answer": program, "entry_point": "larger"})
-    assert is_leaked(question, hint) is leaks
-
-
 @pytest.mark.parametrize(("mode", "solver", "guide"), [("full", 1e-5, 1e-6), ("lora", 5e-5, 1e-5)])
 def test_rates_without_a_word_are_those_of_the_specification(mode, solver, guide):
     assert TASKS["score"].rates[mode] == solver
@@ -227,20 +191,3 @@ def test_random_numbers_generated_ahead_are_those_of_one_call_a_token():
         places = [int(torch.rand(1, generator=source, dtype=torch.float64).item() * 1_000) for source in sources]
         tokens = sampler(torch.zeros(2, 1), scores).argmax(-1).tolist()
         assert max(abs(token - place) for token, place in zip(tokens, places, strict=True)) <= 1
-
-
-def test_texts_tokenised_in_one_call_are_those_of_a_call_each(digits: Path):
-    tokenizer, texts = AutoTokenizer.from_pretrained(digits), ["1+3=", "", "2>"]
-    assert tokenize_texts(tokenizer, texts) == [ids("1+3="), [], ids("2>")]
-    assert [tokenize_texts(tokenizer, [text])[0] for text in texts] == [ids("1+3="), [], ids("2>")]
-
-
-def test_padding_is_what_lies_between_a_micro_batchs_actions_and_the_longest_of_them():
-    actions = [
-        Action(prompt=[0] * before, ids=[0] * behind, log_probs=[], is_truncated=False)
-        for before, behind in ((2, 3), (5, 1), (4, 4))
-    ]
-    assert count_padded_tokens(actions, rows=3) == 3 * (5 + 4)
-    assert count_padded_tokens(actions, rows=2) == 2 * (5 + 3) + (4 + 4)
-    assert count_padded_tokens(actions, rows=1) == sum(len(each.prompt) + len(each.ids) for each in actions)
-    assert count_padded_tokens([], rows=2) == 0

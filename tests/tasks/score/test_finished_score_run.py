@@ -11,7 +11,7 @@ import pytest
 import torch
 from in_process import Finished, train
 from peft import PeftModel
-from score_run import score_inputs, score_options
+from score_run import score_options
 from small_run import Inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,11 +20,6 @@ from sftplay import cli
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("verbs_environment")]
 
 PROBLEMS = ["3+4=", "1+1=", "0+2="]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return score_inputs(tmp_path_factory.mktemp("digits"))
 
 
 @pytest.fixture(scope="module")

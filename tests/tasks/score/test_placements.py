@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from in_process import Finished, StopAfter, new_run, train, train_in
-from safetensors.torch import load_file
-from score_run import score_inputs, score_options
+from in_process import Finished, StopAfter, assert_same_course, new_run, stop_and_resume, train, train_in
+from score_run import score_options
 from small_run import Inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from untimed_metrics import untimed
@@ -25,37 +23,20 @@ SMALL = {"train__max_steps": 2, "score__stage1_steps": 1, "score__stage2_steps":
 FULL = {"tuning__mode": "full", "train__gradient_checkpointing": True, **SMALL}
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return score_inputs(tmp_path_factory.mktemp("digits"), steps=60)
-
-
-def weights(run: Finished) -> dict[str, torch.Tensor]:
-    assert run.folder.result is not None
-    found = {}
-    for path in sorted(run.folder.result.rglob("*.safetensors")):
-        found |= {f"{path.parent.name}/{name}": tensor for name, tensor in load_file(path).items()}
-    return found
-
-
-def course(run: Finished) -> list[dict[str, Any]]:
-    return untimed(run.metrics)
-
-
 def assert_same(one: Finished, other: Finished) -> None:
-    for mine, its in zip(course(one), course(other), strict=True):
+    for mine, its in zip(untimed(one.metrics), untimed(other.metrics), strict=True):
         assert mine.keys() == its.keys()
         for key, value in mine.items():
             assert value == (pytest.approx(its[key], abs=1e-6) if isinstance(value, float) else its[key]), key
-    assert weights(one).keys() == weights(other).keys()
-    for name, tensor in weights(one).items():
-        torch.testing.assert_close(tensor, weights(other)[name], atol=1e-6, rtol=0, msg=name)
+    assert one.weights.keys() == other.weights.keys()
+    for name, tensor in one.weights.items():
+        torch.testing.assert_close(tensor, other.weights[name], atol=1e-6, rtol=0, msg=name)
 
 
-def test_two_models_with_an_adapter_each_learn_what_two_adapters_on_one_base_learn(inputs: Inputs, tmp_path: Path):
+def test_two_models_with_an_adapter_each_learn_what_two_adapters_on_one_base_learn(warm_inputs: Inputs, tmp_path: Path):
     options = score_options(**SMALL, train__gradient_checkpointing=True, score__advantage="critic")
     shared, roles = (
-        train(tmp_path / name, inputs, **options, score__placement=name) for name in ("shared", "roles")
+        train(tmp_path / name, warm_inputs, **options, score__placement=name) for name in ("shared", "roles")
     )  # fmt: skip
     assert not shared.trainer.role_models.is_separate
     models = roles.trainer.role_models.models
@@ -67,10 +48,10 @@ def test_two_models_with_an_adapter_each_learn_what_two_adapters_on_one_base_lea
     assert_same(shared, roles)
 
 
-def test_a_run_goes_on_in_another_placement(inputs: Inputs, tmp_path: Path):
+def test_a_run_goes_on_in_another_placement(warm_inputs: Inputs, tmp_path: Path):
     options = score_options(**SMALL, train__gradient_checkpointing=True)
-    whole = train(tmp_path / "whole", inputs, **options)
-    cfg, folder = new_run(tmp_path, inputs, **options)
+    whole = train(tmp_path / "whole", warm_inputs, **options)
+    cfg, folder = new_run(tmp_path, warm_inputs, **options)
     assert train_in(cfg, folder, StopAfter(1)).outcome.stop_signal == signal.SIGTERM
     changed = cfg.with_values({"train.resume": "auto", "score.placement": "roles"}, "test")
     resumed = train_in(changed, folder)
@@ -79,12 +60,14 @@ def test_a_run_goes_on_in_another_placement(inputs: Inputs, tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def whole(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return train(tmp_path_factory.mktemp("full"), inputs, **score_options(**FULL, eval__after=True))
+def whole(warm_inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return train(tmp_path_factory.mktemp("full"), warm_inputs, **score_options(**FULL, eval__after=True))
 
 
-def test_all_weights_of_both_models_train_and_the_reference_stays_what_they_began_as(whole: Finished, inputs: Inputs):
-    began = AutoModelForCausalLM.from_pretrained(inputs.model).state_dict()
+def test_all_weights_of_both_models_train_and_the_reference_stays_what_they_began_as(
+    whole: Finished, warm_inputs: Inputs
+):
+    began = AutoModelForCausalLM.from_pretrained(warm_inputs.model).state_dict()
     role_models = whole.trainer.role_models
     for name, tensor in role_models._reference.state_dict().items():
         assert torch.equal(tensor, began[name]), name
@@ -104,18 +87,13 @@ def test_all_weights_of_both_models_train_and_the_reference_stays_what_they_bega
 
 
 def test_with_all_weights_it_is_the_same_whether_both_models_are_laid_out_by_role_or_not(
-    whole: Finished, inputs: Inputs, tmp_path: Path
+    whole: Finished, warm_inputs: Inputs, tmp_path: Path
 ):
-    assert_same(whole, train(tmp_path, inputs, **score_options(**FULL, score__placement="roles")))
+    assert_same(whole, train(tmp_path, warm_inputs, **score_options(**FULL, score__placement="roles")))
 
 
-def test_two_whole_models_resume_bit_for_bit(whole: Finished, inputs: Inputs, tmp_path: Path):
-    cfg, folder = new_run(tmp_path, inputs, **score_options(**FULL))
-    assert train_in(cfg, folder, StopAfter(1)).outcome.stop_signal == signal.SIGTERM
-    resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
-    assert course(resumed) == course(whole)
-    for name, tensor in weights(whole).items():
-        assert torch.equal(tensor, weights(resumed)[name]), name
+def test_two_whole_models_resume_bit_for_bit(whole: Finished, warm_inputs: Inputs, tmp_path: Path):
+    assert_same_course(stop_and_resume(tmp_path, warm_inputs, 1, **score_options(**FULL)), whole)
 
 
 @pytest.mark.usefixtures("verbs_environment")

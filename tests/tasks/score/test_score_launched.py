@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 from killed_worker import killed_in
 from safetensors.torch import load_file
-from score_run import score_inputs, score_options
+from score_run import score_options
 from small_run import Inputs, write_small_run
 from untimed_metrics import lines_of
 
@@ -27,11 +27,6 @@ KILLS = {
 }
 """Where the worker is killed: phase, step, and which time it enters the phase there. Every second step is saved. A step
 has six backward passes: two micro-batches of hints, of first answers and of second ones."""
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return score_inputs(tmp_path_factory.mktemp("digits"))
 
 
 @pytest.mark.contract

@@ -14,7 +14,7 @@ import torch
 from gloo_ranks import on_ranks
 from run_outputs import Outputs
 from safetensors.torch import load_file
-from score_run import score_inputs, score_options
+from score_run import score_options
 from small_run import Inputs, write_small_run
 from transformers import AutoModelForCausalLM
 from untimed_metrics import lines_of
@@ -39,17 +39,12 @@ NEAR = {"abs": 1e-5, "rel": 1e-5}
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return score_inputs(tmp_path_factory.mktemp("digits"), steps=60)
-
-
-@pytest.fixture(scope="module")
-def home(inputs: Inputs, sftplay: Verb, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(warm_inputs: Inputs, sftplay: Verb, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both runs are."""
     home = tmp_path_factory.mktemp("runs")
     for placement in ("shared", "sharded"):
         options = score_options(**OPTIONS, run_name=placement, score__placement=placement)
-        config = write_small_run(home, inputs, f"{placement}.yaml", **options)
+        config = write_small_run(home, warm_inputs, f"{placement}.yaml", **options)
         done = sftplay("train", "--config", config, "--nproc", 2)
         assert done.returncode == 0, done.stdout + done.stderr
     return home
@@ -83,7 +78,7 @@ def assert_close_weights(run: Path, other: Path) -> None:
 
 
 @pytest.mark.contract
-def test_models_in_shards_learn_what_whole_ones_learn(home: Path, inputs: Inputs):
+def test_models_in_shards_learn_what_whole_ones_learn(home: Path, warm_inputs: Inputs):
     shared, sharded = home / "outputs" / "shared", home / "outputs" / "sharded"
     ranks = json.loads((sharded / "status.json").read_text())["ranks"]
     assert [rank["model_class"] for rank in ranks] == ["FSDPModels"] * 2
@@ -91,7 +86,7 @@ def test_models_in_shards_learn_what_whole_ones_learn(home: Path, inputs: Inputs
     for step in (1, 3):
         found, expected = (episodes(run / "samples" / f"step-{step}.jsonl") for run in (sharded, shared))
         assert found == expected
-    began = AutoModelForCausalLM.from_pretrained(inputs.model).state_dict()
+    began = AutoModelForCausalLM.from_pretrained(warm_inputs.model).state_dict()
     assert any(not torch.equal(t, began[name.partition("/")[2]]) for name, t in weights(sharded).items())
 
 
@@ -129,9 +124,9 @@ def test_a_run_in_shards_goes_on_in_shards_and_in_another_placement(
             assert torch.equal(tensor, its)
 
 
-def test_models_in_shards_take_the_whole_weights_of_a_checkpoint(inputs: Inputs, tmp_path: Path):
+def test_models_in_shards_take_the_whole_weights_of_a_checkpoint(warm_inputs: Inputs, tmp_path: Path):
     def build_role_models(placement: Any) -> RoleModels:
-        model = AutoModelForCausalLM.from_pretrained(inputs.model)
+        model = AutoModelForCausalLM.from_pretrained(warm_inputs.model)
         return RoleModels(model, has_guide=True, guide_learns=True, has_value=True, layout=Layout(placement=placement))
 
     whole = build_role_models("roles")
