@@ -195,14 +195,15 @@ PATHS = """## The path of a config value
 ## How far a reader walks
 
 `python benchmarks/walks.py` counts the files whose functions run in what a user asks for; `--list` names them. On
-2026-11-25: SFT to the end of the first optimizer step 127, a row to labels 23, a GRPO reward to the gradient 20, a
-two-turn episode 30, a plan of QLoRA 42, a page of PDF 26.
+2026-11-25, and before the house was turned (a866ee9): SFT to the end of the first optimizer step 127 (226), a row to
+labels 25 (44), a GRPO reward to the gradient 17 (26), a two-turn episode 26 (39), a plan of QLoRA 43 (86), a page of
+PDF 20 (34).
 
-Two more were followed by hand. `train.learning_rate` from the YAML to the optimizer: `commands/train.py`,
-`config/load.py`, `config/layers.py`, `config/train.py`, `plan/sizing.py`, `plan/decisions.py`, `tasks/__init__.py` (the
-usual rates), `train/setup.py`. SIGUSR1 in a SLURM job until it is queued again: `launch/slurm/request.py`,
-`launch/slurm/job.py`, `launch/follow.py`, `signals.py`, `train/guards.py`, `train/checkpointing.py`, `tasks/worker.py`,
-`launch/slurm/scheduler.py`.
+Two more were followed by hand, 8 files each (13). `train.learning_rate` from the YAML to the optimizer:
+`commands/train.py`, `config/load.py`, `config/layers.py`, `config/train.py`, `plan/sizing.py`, `plan/decisions.py`,
+`tasks/__init__.py` (the usual rates), `train/setup.py`. SIGUSR1 in a SLURM job until it is queued again:
+`launch/slurm/request.py`, `launch/slurm/job.py`, `launch/follow.py`, `signals.py`, `train/guards.py`,
+`train/checkpointing.py`, `tasks/worker.py`, `launch/slurm/scheduler.py`.
 """
 
 FOLDERS = """Floors stand in brackets. The first line of a module says what it is: `head -1 sftplay/data/*.py`.

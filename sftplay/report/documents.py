@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sftplay.report.evaluation import Answer
-from sftplay.report.page import Section, Table, cut, render_page
+from sftplay.report.page import Answer, Section, Table, cut, render_page
 
 NAMES = {
     "duplicate": "the same text as another",

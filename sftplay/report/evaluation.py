@@ -18,18 +18,13 @@ from sftplay.report.figures import (
     format_figure,
     is_share,
 )
-from sftplay.report.page import Block, Remark, Section, Table, cut, list_facts
+from sftplay.report.page import MOST_CHARACTERS, Answer, Block, Remark, Section, Table, cut, list_facts
 from sftplay.report.run_files import RunFiles, mapping
 
 MOST_TABLES = 20
 
 EACH = 4
 """Rows shown of each kind."""
-
-MOST_CHARACTERS = 700
-
-Answer = tuple[str, list[tuple[str, bool | None, str]]]
-"""Its heading, and its texts as (name, correct or not or unknown, text)."""
 
 KINDS: dict[tuple[bool | None, bool | None], str] = {
     (False, True): "wrong before, correct after",

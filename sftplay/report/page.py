@@ -65,6 +65,11 @@ def list_facts(tree: dict[str, Any], skipped: Collection[str] = (), *, above: st
     return facts
 
 
+MOST_CHARACTERS = 700  # of an answer's text
+
+Answer = tuple[str, list[tuple[str, bool | None, str]]]
+"""Its heading, and its texts as (name, correct or not or unknown, text)."""
+
 Block = tuple[str, Any]
 """What kind of block it is, a branch of the macro `show` in templates/page.html, and its content."""
 

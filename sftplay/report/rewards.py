@@ -12,10 +12,9 @@ from pydantic import ValidationError
 from sftplay.config.rewards import RewardConfig
 from sftplay.report.changes import compare
 from sftplay.report.chart import ChartPlan, logged, measured
-from sftplay.report.evaluation import MOST_CHARACTERS, Answer
 from sftplay.report.figures import as_number, find_name, format_figure
 from sftplay.report.history import mean
-from sftplay.report.page import Block, Table, cut
+from sftplay.report.page import MOST_CHARACTERS, Answer, Block, Table, cut
 from sftplay.report.run_files import RunFiles, mapping, mappings
 from sftplay.reward.table import judges_form
 
