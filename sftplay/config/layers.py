@@ -353,7 +353,7 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
 def _overlaid(
     below: dict[Any, Any], above: dict[Any, Any], *, locations: dict[KeyPath, SourceLocation], path: KeyPath = ()
 ) -> dict[Any, Any]:
-    """`below` with the values of `above`. Places of values that were replaced are removed from `places`."""
+    """`below` with the values of `above`. Places of values that were replaced are removed from `locations`."""
     values = dict(below)
     for key, value in above.items():
         inner, old = (*path, key), below.get(key)

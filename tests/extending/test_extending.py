@@ -1,4 +1,4 @@
-"""docs/extending.md, carried out in a copy of the repository: a new task trains, a new layout is read."""
+"""docs/extending.md, carried out in a copy of the repository: a task trains, a layout is read, a reward pays."""
 
 from __future__ import annotations
 
@@ -76,6 +76,13 @@ def test_a_layout_added_by_the_page_is_read(tiny_llama: Path, tmp_path: Path):
     assert "better than" in printed.split("}")[-1]
 
 
+def test_a_reward_added_by_the_page_tells_right_answers_from_junk(tiny_llama: Path, tmp_path: Path):
+    _, printed = carry_out("A reward", tmp_path, tiny_llama)
+    (words,) = json.loads(printed)
+    assert (words["name"], words["verdict"], words["gold_mean"]) == ("words", "ok", 1.0)
+    assert words["junk"]["nothing"] == words["junk"]["noise"] == 0.0
+
+
 def test_a_check_added_by_the_page_is_a_row_of_the_table(tmp_path: Path):
     copy, printed = carry_out("A check", tmp_path, tmp_path)
     (row,) = json.loads((copy / "outputs" / "gpu-check.json").read_text())["rows"]
@@ -83,6 +90,6 @@ def test_a_check_added_by_the_page_is_a_row_of_the_table(tmp_path: Path):
     assert row["figure"] in printed
 
 
-@pytest.mark.parametrize("name", ["tasks/numbers/task.py", "debate_layout.py"])
+@pytest.mark.parametrize("name", ["tasks/numbers/task.py", "debate_layout.py", "same_length.py"])
 def test_the_examples_are_short(name: str):
     assert len((ROOT / "tests" / "extending" / name).read_text().splitlines()) < 60
