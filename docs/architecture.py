@@ -185,12 +185,14 @@ PATHS = """## The path of a config value
    smaller micro-batches and write an event.
 2. Where a step cannot be run again, the run ends with 3, and `runs/start.py` starts it from its last checkpoint.
 
-## The path of a stop signal
+## The path of a stop signal, SIGUSR1 of a SLURM job among them
 
 1. The parent (`launch/follow.py`) passes it to the ranks by their process ids.
 2. Before the first step `signals.py` ends the rank. Later `train/guards.py` notes it, and all ranks agree at an edge.
 3. The Trainer saves; `train/checkpointing.py` seals the checkpoint by `launch/checkpoints.py`.
 4. `tasks/worker.py` writes state and code into `status.json`. The parent returns that code.
+5. In a SLURM job `launch/slurm/request.py` asks for the signal, `launch/slurm/job.py` passes it on and, at code 138, has
+   `launch/slurm/scheduler.py` queue the job again.
 
 ## How far a reader walks
 
@@ -201,9 +203,8 @@ PDF 20 (34).
 
 Two more were followed by hand, 8 files each (13). `train.learning_rate` from the YAML to the optimizer:
 `commands/train.py`, `config/load.py`, `config/layers.py`, `config/train.py`, `plan/sizing.py`, `plan/decisions.py`,
-`tasks/__init__.py` (the usual rates), `train/setup.py`. SIGUSR1 in a SLURM job until it is queued again:
-`launch/slurm/request.py`, `launch/slurm/job.py`, `launch/follow.py`, `signals.py`, `train/guards.py`,
-`train/checkpointing.py`, `tasks/worker.py`, `launch/slurm/scheduler.py`.
+`tasks/__init__.py` (the usual rates), `train/setup.py`. SIGUSR1 in a SLURM job until it is queued again: the files of
+its path above.
 """
 
 FOLDERS = """Floors stand in brackets. The first line of a module says what it is: `head -1 sftplay/data/*.py`.
