@@ -188,7 +188,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
     optional = {key: field for key, field in all_keys().items() if not field.is_required()}
     defaults = {key: field.get_default(call_default_factory=True) for key, field in optional.items()}
     defaults |= {key: [] for key in list_keys()}
-    read = TASKS[after["task_mode"]].section
+    read = TASKS[after.get("task_mode", defaults["task_mode"])].section
     others = tuple(f"{row.section}." for row in TASKS.values() if row.section not in ("", read))
     found = []
     for key in sorted({*before, *after}):
