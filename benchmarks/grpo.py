@@ -29,7 +29,7 @@ from sftplay.machine.probe import probe
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY, WARM = ROOT / "configs" / "run_grpo_toy.yaml", ROOT / "configs" / "run_grpo_toy_sft.yaml"
-ROWS = {"toy": ROOT / "data" / "one_liners" / "train.jsonl", "long": ROOT / "data" / "word_problems" / "train.jsonl"}
+LONG_ROWS = ROOT / "data" / "word_problems" / "train.jsonl"
 
 
 @dataclass
@@ -107,7 +107,7 @@ def settings(shape: str) -> list[str]:
     rewards = json.dumps([{"name": "correct", "use": "math"}])
     return [
         *same,
-        f"data.train_path={ROWS['long']}",
+        f"data.train_path={LONG_ROWS}",
         f"rewards={rewards}",
         "grpo.max_completion_length=128",
         "grpo.stop_without_signal=0",  # no answer of the untrained model is right
@@ -122,7 +122,7 @@ def compare_speed(work: Path, warm: Path, *, shape: str, options: argparse.Names
     for n in range(options.rounds):
         changes = [*settings(shape), f"train.max_steps={options.steps}"]
         ours.append(run_ours(work / f"ours-{n}", warm, changes))
-        plain.append(run_plain(work / f"plain-{n}", warm, like=work / f"ours-{n}" / "run", rows=ROWS[shape]))
+        plain.append(run_plain(work / f"plain-{n}", warm, like=work / f"ours-{n}" / "run"))
         print(f"{shape} round {n + 1}/{options.rounds}", file=sys.stderr)
     same = next(
         (
@@ -169,11 +169,12 @@ def run_ours(home: Path, warm: Path, changes: list[str]) -> Course:
     )
 
 
-def run_plain(home: Path, warm: Path, *, like: Path, rows: Path) -> Course:
+def run_plain(home: Path, warm: Path, *, like: Path) -> Course:
     """The script, with the settings, prompts and order of the run in the folder `like`."""
     home.mkdir(parents=True)
     cfg = load_resolved(like / "config.resolved.yaml")
-    records = [as_prompt(json.loads(line)) for line in rows.read_text(encoding="utf-8").splitlines()]
+    rows = (ROOT / str(cfg.data.train_path)).read_text(encoding="utf-8").splitlines()
+    records = [as_prompt(json.loads(line)) for line in rows]
     drawn = cfg.train.max_steps * cfg.train.effective_batch_size // cfg.grpo.num_generations
     job = {
         "config": str(like / "config.resolved.yaml"), "model": str(warm / "model"), "out": str(home),
