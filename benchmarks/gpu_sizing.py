@@ -148,7 +148,8 @@ def make_model(name: str, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from sftplay.model.builtin import TEXT_DIR, text_files, train_tokenizer
+    from sftplay.model.base_training import train_tokenizer
+    from sftplay.model.builtin import TEXT_DIR, text_files
 
     entry = dict(TINY_CONFIG if name == TINY else read_table()[name])
     kind = entry.pop("model_type")
