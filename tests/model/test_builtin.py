@@ -78,7 +78,7 @@ def test_an_unknown_role_is_refused(quick_folder):
 
 def test_a_second_call_makes_nothing_and_gives_the_same_folder(builtin_tiny, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(builtin, "make_base", lambda *_, **__: pytest.fail("it is made again"))
+    monkeypatch.setattr(base_training, "make_base", lambda *_, **__: pytest.fail("it is made again"))
     assert builtin.ensure_builtin("tiny", builtin_tiny.parent, say=said.append) == builtin_tiny
     assert said == []
 
