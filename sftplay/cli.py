@@ -428,10 +428,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     words = with_flags(words) if words[:1] and words[0] in FLAGS_OF_VARIABLES else words or ["--help"]
     verb = words[0]
     if not verb.startswith("-") and verb not in VERBS:
-        from sftplay.make_arguments import GONE
+        from sftplay.make_arguments import REMOVED
 
         near = nearest_names(verb, VERBS)
-        fix = GONE.get(verb) or (f"did you mean {near[0]!r}?" if near else "see `make help`")
+        fix = REMOVED.get(verb) or (f"did you mean {near[0]!r}?" if near else "see `make help`")
         raise ConfigError(f"no verb called {verb!r}", where="command line", fix=fix, nearest=near)
     # Overrides stay outside argparse, which would lose their order: the later of two values for one key counts.
     parser = _Parser(prog="sftplay", description="Fine-tune language models from one YAML file.", allow_abbrev=False)

@@ -15,7 +15,7 @@ from typing import NoReturn
 from sftplay.errors import ConfigError, nearest_names
 
 OTHER_NAMES = {"a": "RUN_A", "b": "RUN_B", "shell": "FOR"}  # flags whose setting has another name than their own
-GONE = {
+REMOVED = {
     "job-file": "take workflows/skypilot.yaml, dstack.yml or kubernetes.yaml, and try the run by make plan GPUS=8xH100"
 }
 """Verb or target of an earlier release -> what does its work now."""
@@ -54,7 +54,7 @@ def refuse_goals(goals: list[str], makefile: Path = Path("Makefile")) -> ConfigE
     if unknown is None:
         return ConfigError("a file that it names is missing", where=str(makefile), fix="git status shows which one")
     near = nearest_names(unknown, targets)
-    fix = GONE.get(unknown) or (f"did you mean {near[0]!r}?" if near else "see `make help`")
+    fix = REMOVED.get(unknown) or (f"did you mean {near[0]!r}?" if near else "see `make help`")
     return ConfigError(f"no target called {unknown!r}", where="make", fix=fix, nearest=near)
 
 

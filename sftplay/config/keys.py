@@ -140,7 +140,7 @@ RENAMED_KEYS = {
 """Old dotted key -> the new one, which is in the same section."""
 
 REMOVED_KEYS = {"cpt.streaming": "remove it: sources are tokenised before the first step, once for all runs"}
-"""Dotted key that the kit has no longer -> what to do. A run that was begun with the key is resumed without it."""
+"""Dotted key that the kit no longer has -> what to do. A run that was started with the key is resumed without it."""
 
 FREE_TO_CHANGE = (
     "logging", "eval", "sandbox.executor", "run_name", "output_dir", "data.processed_dir",

@@ -80,15 +80,15 @@ def find_key(action: str) -> str:
     return re.split(r"[^\w.]", action, maxsplit=1)[0]
 
 
-def kit_answer(name: str, *, draws: bool = False) -> Answer | None:
-    """Answer an argument of TRL's SFTConfig, or of its GRPOConfig where a run `draws` completions; None when it
+def kit_answer(name: str, *, samples: bool = False) -> Answer | None:
+    """Answer an argument of TRL's SFTConfig, or of its GRPOConfig where a run `samples` completions; None when it
     may be given."""
     foreign = read_foreign_keys()
-    if reason := foreign.without_key.get(name) or (foreign.without_meaning.get(name) if draws else None):
+    if reason := foreign.without_key.get(name) or (foreign.without_meaning.get(name) if samples else None):
         return Answer("", reason, "remove it")
-    sections = ("grpo", "", "train", "model") if draws else ("", "train", "model")
+    sections = ("grpo", "", "train", "model") if samples else ("", "train", "model")
     actions = [key for key in all_homes().get(name, []) if key.rpartition(".")[0] in sections]
-    actions += ["train.loss_head"] if name == "loss_type" and not draws else []  # in GRPOConfig it is something else
+    actions += ["train.loss_head"] if name == "loss_type" and not samples else []  # in GRPOConfig it is something else
     actions += ["train.precision"] if name in SPELLINGS else []
     actions += [foreign.names[name]] if name in foreign.names else []
     actions += [key for start, key in foreign.groups.items() if name.startswith(start)]

@@ -209,12 +209,12 @@ def _extra(cfg: RunConfig) -> Iterator[Problem]:
 def _extra_field(key: str, value: object, *, kind: str) -> Iterator[Problem]:
     from sftplay.config.other_kits import config_fields, kit_answer, unfit
 
-    name, draws = key.rpartition(".")[2], kind == "GRPOConfig"
+    name, samples = key.rpartition(".")[2], kind == "GRPOConfig"
     fields = config_fields(kind)
-    if answer := kit_answer(name, draws=draws):
+    if answer := kit_answer(name, samples=samples):
         yield Problem((key,), answer.what, fix=answer.fix, nearest=(answer.key,) if answer.key else ())
     elif fields is not None and name not in fields:
-        near = [known for known in nearest_names(name, sorted(fields)) if not kit_answer(known, draws=draws)]
+        near = [known for known in nearest_names(name, sorted(fields)) if not kit_answer(known, samples=samples)]
         fix = f"did you mean {near[0]!r}?" if near else f"remove it; see the fields of trl.{kind}"
         yield Problem((key,), f"TRL's {kind} has no field {name!r}", fix=fix, nearest=tuple(near))
     elif isinstance(value, float) and not math.isfinite(value):

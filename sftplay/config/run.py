@@ -170,10 +170,10 @@ class RunConfig(Section):
 
     task_mode: TaskMode = "sft"
     """The task. sft: supervised fine-tuning on the assistant's turns. cpt (also written dapt): continued pre-training
-    on every token of documents. cpt_mixed: documents and chats in one stream, see datasets. grpo: the model draws
-    completions of prompts and learns from their rewards, see rewards and grpo. score: a solver answers twice, with the
-    hint of a guide between, and both learn, see rewards and score. hrm: a small recurrent model learns puzzles from
-    nothing, see hrm."""
+    on every token of documents. cpt_mixed: documents and chats in one stream, see datasets. grpo: the model
+    samples completions of prompts and learns from their rewards, see rewards and grpo. score: a solver answers twice,
+    with the hint of a guide between, and both learn, see rewards and score. hrm: a small recurrent model learns puzzles
+    from nothing, see hrm."""
 
     run_name: str | None = None
     """Folder below output_dir. None means the name of the config and the time."""

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.changes import change
-from sftplay.report.figures import as_number, find_name, format_figure
+from sftplay.report.figures import as_number, change, find_name, format_figure
 from sftplay.report.history import RECENT_LOSS
 from sftplay.report.mixture import source_figures, source_rows
 from sftplay.report.page import Table

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftplay.evaluate.comparison import ENOUGH_ROWS
-from sftplay.report.changes import compare, interval, is_better
 from sftplay.report.figures import (
     FEW_PROMPTS,
     as_number,
     capitalized,
+    compare,
     find_name,
     format_course,
     format_figure,
+    interval,
+    is_better,
     is_share,
 )
 from sftplay.report.page import MOST_CHARACTERS, Answer, Block, Remark, Section, Table, cut, list_facts

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sftplay.report.changes import compare
 from sftplay.report.chart import ChartPlan, Curve
-from sftplay.report.figures import as_number, capitalized, format_figure
+from sftplay.report.figures import as_number, capitalized, compare, format_figure
 from sftplay.report.history import RECENT_LOSS, Point
 from sftplay.report.page import Block, Table, cut
 from sftplay.report.run_files import RunFiles, mapping, mappings

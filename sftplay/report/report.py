@@ -93,7 +93,7 @@ def build_sections(run: RunFiles) -> list[Section]:
         from sftplay.report import rewards
 
         top.append(Section("learned", "What was learned", [("table", rewards.learned_table(run))]))
-        below.append(Section("tries", "What the model tried, and what it was paid", rewards.try_blocks(run)))
+        below.append(Section("tries", "What the model tried, and its rewards", rewards.try_blocks(run)))
         rewarded = rewards.plan(run)
     part = run.task.part("report") if run.task else None
     part_sections: list[Section] = part.build_sections(run) if part else []
@@ -145,15 +145,15 @@ def draw_curves(run: RunFiles, mixed: Sequence[ChartPlan], *, drawn: Collection[
     """
     values = run.history.values
     # These say nothing of a single process, or where nothing is padded.
-    silent = ["exposed_communication_share", "communication_max_s"] if run.plan.get("world_size", 1) == 1 else []
-    silent += ["padded_tokens_per_s"] if values.get("padded_tokens_per_s") == values.get("tokens_per_s") else []
-    main = [(title, unit, [logged(run, key) for key in keys if key not in silent]) for title, unit, keys in CURVES]
+    unneeded = ["exposed_communication_share", "communication_max_s"] if run.plan.get("world_size", 1) == 1 else []
+    unneeded += ["padded_tokens_per_s"] if values.get("padded_tokens_per_s") == values.get("tokens_per_s") else []
+    main = [(title, unit, [logged(run, key) for key in keys if key not in unneeded]) for title, unit, keys in CURVES]
     memory = main[-1][2]
     steps = [step for curve in memory for step, _ in curve.points]
     if steps and (compared := compare_memory(run)):
         level = [(step, compared[1]) for step in sorted({min(steps), max(steps)})]
         memory.append(Curve("planned_bytes", "planned at most", level, dashed=True))
-    known = {*silent, *drawn, *UNDRAWN, *(key for _, _, keys in CURVES for key in keys)}
+    known = {*unneeded, *drawn, *UNDRAWN, *(key for _, _, keys in CURVES for key in keys)}
     others = [key for key in values if not (key in known or key.startswith(("reward/", "eval_")))][:8]
     main += [(capitalized(find_name(key)), key, [logged(run, key)]) for key in others]
     training = logged(run, "loss", name="training")

@@ -10,9 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from sftplay.config.rewards import RewardConfig
-from sftplay.report.changes import compare
 from sftplay.report.chart import ChartPlan, logged, measured
-from sftplay.report.figures import as_number, find_name, format_figure
+from sftplay.report.figures import as_number, compare, find_name, format_figure
 from sftplay.report.history import mean
 from sftplay.report.page import MOST_CHARACTERS, Answer, Block, Table, cut
 from sftplay.report.run_files import RunFiles, mapping, mappings
@@ -124,7 +123,7 @@ def try_blocks(run: RunFiles) -> list[Block]:
         for name, group in sorted(groups.items(), key=advantage_range, reverse=True)[:2]:
             shown.append(_show_group(f"Step {step:,}, prompt {name}", group, content=content))
     text = (
-        f"Of the completions of {len(steps):,} steps: the prompts whose completions were paid most differently, with"
+        f"Of the completions of {len(steps):,} steps: the prompts whose rewards differ most, with"
         " the best, the middle and the worst one. All are in samples/."
     )
     return [("note", text), ("answers", shown)] if shown else []

@@ -45,7 +45,7 @@ def test_inherited_fields_are_found():
 
 def test_every_answer_to_an_argument_of_grpo_names_a_key_that_exists():
     fields = config_fields("GRPOConfig")
-    answers = {name: answer for name in fields if (answer := kit_answer(name, draws=True))}
+    answers = {name: answer for name in fields if (answer := kit_answer(name, samples=True))}
     assert {answer.key for answer in answers.values()} <= {"", *all_keys()}
     assert set(FOREIGN.without_meaning) <= fields
     # Every argument that the kit passes to GRPOConfig is answered with its key.

@@ -27,10 +27,9 @@ from in_process import Finished, Inputs, StopAfter, train, train_in
 from processes import HANG_S
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.changes import change, interval
 from sftplay.report.chart import Chart, Curve, linear_axis, value_axis
 from sftplay.report.evaluation import evaluation_blocks
-from sftplay.report.figures import format_figure
+from sftplay.report.figures import change, format_figure, interval
 from sftplay.report.history import read_history, thin
 from sftplay.report.page import ENVIRONMENT
 from sftplay.report.remarks import find_remarks

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sftplay.report.changes import compare
 from sftplay.report.chart import Chart, ChartPlan, draw, logged, measured
-from sftplay.report.figures import as_number, find_name, format_figure
+from sftplay.report.figures import as_number, compare, find_name, format_figure
 from sftplay.report.page import Block, Section, Table, cut
 from sftplay.report.run_files import RunFiles, mapping
 

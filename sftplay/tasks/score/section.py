@@ -96,7 +96,7 @@ class DevicesConfig(Section):
 
 class CriticConfig(Section):
     """The optional critic (advantage critic): two Q and two V on a small encoder of token ids, and a slow copy of it.
-    Each answer is drawn twice for it."""
+    Each answer is sampled twice for it."""
 
     learning_rate: PositiveFloat = 1e-4
     """Rate of its optimizer. Higher than the solver's, because it starts from nothing."""
@@ -131,7 +131,7 @@ class ScoreConfig(Section):
     """Steps of stage 1: turn 2 learns, turn 1 is held where it was. Without it both turns become one best answer."""
 
     stage2_steps: Annotated[int, Field(ge=0)] = 300
-    """Steps of stage 2: both turns learn, and turn 2 is paid for changes."""
+    """Steps of stage 2: both turns learn, and turn 2 gets a bonus for changes."""
 
     reset_adam: bool = False
     """Forget the optimizer's moments when stage 2 begins. Off: switching stages resets nothing."""
@@ -140,11 +140,11 @@ class ScoreConfig(Section):
     """The gate at the end of stage 1: a larger KL of turn 1, or second answers that are no better, gives a warning."""
 
     alpha: NotNegative = 10.0
-    """Bonus of turn 2 in stage 2 for each change of the reward: (wrong, right) pays 1 + alpha, (right, wrong) -alpha.
-    10 is the published value."""
+    """Bonus of turn 2 in stage 2 for each change of the reward: 1 + alpha for (wrong, right), -alpha for (right,
+    wrong). 10 is the published value."""
 
     turn_discount: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of turn 2's return that is paid to turn 1. Above 1 / alpha, turn 1 is punished for being right."""
+    """Share of turn 2's return that is added to turn 1's. Above 1 / alpha, turn 1 is punished for being right."""
 
     beta1: NotNegative = 0.01
     """Weight of KL for turn 2, and in stage 2 for both turns. The published value."""
@@ -161,7 +161,7 @@ class ScoreConfig(Section):
     it needs less memory."""
 
     guide_reward: Literal["outcome", "progress", "signed"] = "outcome"
-    """What a hint is paid. outcome: the reward of the second answer. progress: less that of the first. signed: from -1
+    """The reward of a hint. outcome: the reward of the second answer. progress: less that of the first. signed: from -1
     to 1."""
 
     leak_penalty: NotNegative = 0.0
@@ -193,18 +193,18 @@ class ScoreConfig(Section):
     """batch divides advantages by their standard deviation: with alpha 10 they would be ten times too large."""
 
     steps_per_generation: Positive = 1
-    """Optimizer steps to which the episodes of one drawing are dealt. Each gets train.effective_batch_size of them, and
-    a drawing has as many as all of them. 1 is on policy; more learn from episodes of older weights."""
+    """Optimizer steps that learn from one rollout batch. Each gets train.effective_batch_size of its episodes, and a
+    rollout batch has as many as all of them. 1 is on policy; more learn from episodes of older weights."""
 
     num_iterations: Positive = 1
-    """Times that the episodes of a drawing are learned from. Each time they are dealt to steps anew."""
+    """Times that the episodes of a rollout batch are learned from. Each time they are split into minibatches anew."""
 
     epsilon: PositiveFloat = 0.2
-    """How far the ratio of a token's probability to that of its draw may be from 1 before it is cut off. It is used
-    where a drawing feeds several optimizer steps; where it feeds one, there is no ratio."""
+    """How far the ratio of a token's probability to that when it was sampled may be from 1 before it is cut off. It
+    is used where a rollout batch feeds several optimizer steps; where it feeds one, there is no ratio."""
 
     temperature: PositiveFloat = 1.0
-    """Temperature of the draw; the loss uses the same. 1 is the model's own distribution."""
+    """Temperature of sampling; the loss uses the same. 1 is the model's own distribution."""
 
     max_new_tokens: Positive = 512
     """Most tokens of an answer. One that is cut off there counts as wrong."""
@@ -213,7 +213,7 @@ class ScoreConfig(Section):
     """Most tokens of a hint. Short: a hint is no solution."""
 
     generation_rows: Positive | None = None
-    """Answers that a process draws at the same time. None means all of its share, or parts that fit the device."""
+    """Answers that a process samples at the same time. None means all of its share, or parts that fit the device."""
 
     solver_learning_rate: PositiveFloat | None = None
     """Rate of the solver. None means train.learning_rate."""
@@ -252,7 +252,7 @@ class ScoreConfig(Section):
     """The optional critic."""
 
     samples: Annotated[int, Field(ge=0)] | None = 64
-    """Episodes of each drawing that are written to samples/, by its first step. None means all, 0 none."""
+    """Episodes of each rollout batch that are written to samples/, by its first step. None means all, 0 none."""
 
     @property
     def steps_per_rollout(self) -> int:
