@@ -41,7 +41,10 @@ def main(folder: str, limit_s: str) -> int:
         write_text(Path(folder) / f"rank{log.rank()}.json", json.dumps(known))
 
     leave(state="started")
-    device = take_device()
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU") != "true":
+        device = torch.device("cuda", log.local_rank())
+        torch.cuda.set_device(device)
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=float(limit_s)))
         leave(state="met")
@@ -60,15 +63,6 @@ def main(folder: str, limit_s: str) -> int:
         return RunError.exit_code
     dist.destroy_process_group()
     return 0
-
-
-def take_device() -> torch.device:
-    """Take this rank's GPU, or the CPU where accelerate keeps to it."""
-    if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
-        return torch.device("cpu")
-    device = torch.device("cuda", log.local_rank())
-    torch.cuda.set_device(log.local_rank())
-    return device
 
 
 def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:
@@ -105,20 +99,15 @@ def check_sum(size_bytes: int, device: torch.device, *, reduce: Reduce) -> None:
 
 def median_s(exchange: Callable[[], Any], device: torch.device, *, size_bytes: int) -> float:
     """Return the median seconds of `exchange`, the device's own work included, after a warm-up."""
-    taken = []
+    taken, wait = [], partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     for n in range(WARM_UP + (25 if size_bytes <= 2**20 else 7)):  # large sizes take long and vary little
-        _wait(device)
+        wait()
         start = time.perf_counter()
         exchange()
-        _wait(device)
+        wait()
         if n >= WARM_UP:
             taken.append(time.perf_counter() - start)
     return statistics.median(taken)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

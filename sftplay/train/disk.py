@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,9 @@ from sftplay import log
 from sftplay.errors import RunError
 from sftplay.launch.checkpoints import is_marked, list_checkpoints, list_marked
 
-WRITE_FAILED: Mapping[type[Exception], tuple[str, ...]] = {
-    SafetensorError: ("while serializing",),
-    RuntimeError: ("PytorchStreamWriter", "unexpected pos", "iostream error"),
-}
-"""Error -> texts in it when a file cannot be written: safetensors' own, whose errors of reading have another text, and
-torch.save's (caffe2/serialize/inline_container.cc)."""
+WRITE_FAILED = ("while serializing", "PytorchStreamWriter", "unexpected pos", "iostream error")
+"""Texts in errors when a file cannot be written: of safetensors, whose errors of reading have another text, and of
+torch.save (caffe2/serialize/inline_container.cc)."""
 
 SMALL_FILES_BYTES = 1 << 16  # room for status.json, metrics.jsonl and logs next to a checkpoint
 
@@ -51,9 +48,7 @@ def trained_bytes(model: Any) -> int:
 
 
 def check_room(checkpoints: Path, size_bytes: int) -> None:
-    """Check the room on the disk before a checkpoint begins. Otherwise it could be left half written. Raise RunError
-    where there is no room for one of this size and the small files next to it.
-    """
+    """Raise RunError where there is no room for a checkpoint of this size and the small files next to it."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(checkpoints).free, size_bytes + SMALL_FILES_BYTES
     if free < needed:
@@ -68,14 +63,12 @@ def check_room(checkpoints: Path, size_bytes: int) -> None:
 def report_full_disk(folder: Path) -> Iterator[None]:
     """Turn a failed write into a RunError with its remedy, and remove half-written files in the run's `folder`.
 
-    A full disk raises one of three errors: OSError, safetensors' own error, and a RuntimeError of torch.save. Raise
-    RunError where something could not be written.
+    A full disk raises one of three errors: OSError, safetensors' own error, and a RuntimeError of torch.save.
     """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        signs = [sign for kind, texts in WRITE_FAILED.items() if isinstance(error, kind) for sign in texts]
-        if not isinstance(error, OSError) and not any(sign in str(error) for sign in signs):
+        if not isinstance(error, OSError) and not any(sign in str(error) for sign in WRITE_FAILED):
             raise
         room = ""
         if not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -94,10 +87,9 @@ def report_full_disk(folder: Path) -> Iterator[None]:
 class WarnOfFullDisk(TrainerCallback):
     """Warns once, while there is time, that the disk will be full before the end of the run.
 
-    The prediction counts the checkpoints that are kept at the same time, the result, and the other files on the disk,
-    which go on growing at the rate since the first prediction. It is made after the first step, when the optimizer's
-    states exist, and after each checkpoint. This callback comes after the one that removes old checkpoints. `limit` of
-    them stay.
+    The prediction counts the `limit` checkpoints that are kept, the result, and the other files on the disk, which go
+    on growing at the rate since the first prediction. It is made after the first step, when the optimizer's states
+    exist, and after each checkpoint, behind the callback that removes old ones.
     """
 
     def __init__(self, checkpoints: Path, limit: int) -> None:

@@ -12,10 +12,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from sftplay import log
-from sftplay.config.cluster import SHARDED, CommConfig
+from sftplay.config.cluster import SHARDED
 from sftplay.config.run import RunConfig
 from sftplay.heartbeat import Heartbeat
-from sftplay.train.observer import Observer, StepTrainer
+from sftplay.train.observer import Observer
 
 
 def average_gradients(model: Any, *, others: Sequence[Any] = ()) -> None:
@@ -70,16 +70,6 @@ def wants_overlap(cfg: RunConfig) -> bool:
     return comm.hook != "none" or comm.static_graph or is_large
 
 
-def choose_hook(handler: Any, comm: CommConfig) -> None:
-    """Set the compression of `comm.hook` on accelerate's DDP handler. Call it before the trainer wraps the model."""
-    if comm.hook != "none":
-        handler.comm_hook = DDPCommunicationHookType("power_sgd" if comm.hook == "powersgd" else comm.hook)
-    if comm.hook == "powersgd":
-        # The first two steps send gradients uncompressed, because DDP rebuilds its buckets in them (torch 2.13,
-        # powerSGD_hook.py).
-        handler.comm_state_option = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
-
-
 def exposed_s(ddp_log: dict[str, Any]) -> float:
     """Return the seconds of the last step in which gradients were sent and nothing was computed, from DDP's own log.
 
@@ -101,10 +91,15 @@ class GradientSync(Observer):
         self._exposed_s = self._all_s = 0.0
         self._logged_step = 0
 
-    def attach(self, trainer: StepTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         super().attach(trainer)
-        if self._is_ddp:
-            choose_hook(trainer.accelerator.ddp_handler, self.comm)
+        hook, handler = self.comm.hook, trainer.accelerator.ddp_handler
+        if self._is_ddp and hook != "none":
+            handler.comm_hook = DDPCommunicationHookType("power_sgd" if hook == "powersgd" else hook)
+        if self._is_ddp and hook == "powersgd":
+            # The first two steps send gradients uncompressed, because DDP rebuilds its buckets in them (torch 2.13,
+            # powerSGD_hook.py).
+            handler.comm_state_option = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._logged_step = state.global_step
@@ -119,10 +114,7 @@ class GradientSync(Observer):
         if self.trainer.replay:
             log.say("  running out of memory in that micro-batch restarts the run; any other one is run again, smaller")
         if hook == "powersgd":
-            lossy = (
-                "PowerSGD is lossy, keeps one more copy of the gradients, and does not save its state in checkpoints"
-            )
-            log.say(f"  {lossy}")
+            log.say("  PowerSGD is lossy, keeps one more copy of the gradients, and saves no state in checkpoints")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._overlaps():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from sftplay.model.out_of_memory import gather_objects
 from sftplay.signals import Echoes, StopAtOnce, catch_signals
 from sftplay.train.disk import checkpoint_bytes
 from sftplay.train.gradients import rough_gradient_norm
-from sftplay.train.observer import Observer, StepTrainer
+from sftplay.train.observer import Observer
 from sftplay.units import format_seconds, parse_seconds
 
 FP16_PATIENCE = 16
@@ -200,18 +199,6 @@ def find_deadline(
     return deadline
 
 
-def process_start_s() -> float:
-    """Return when this process began, in seconds of the epoch; the present time when the system does not say.
-
-    Source: proc_pid_stat(5), field 22, in ticks since the machine was started.
-    """
-    stat = Path("/proc/self/stat")
-    if not stat.exists():
-        return time.time()
-    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-
-
 class StopInTime(Observer):
     """Sets `stop.received` to SIGUSR1 when another step might leave too little time for the checkpoint after it.
 
@@ -226,7 +213,7 @@ class StopInTime(Observer):
         self._since_s, self._least_s, self._estimated_save_s = clock(), LEAST_S, 0.0
         self._measuring: list[Observer] = []
 
-    def attach(self, trainer: StepTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         super().attach(trainer)
         self._measuring = [found for found in trainer.callback_handler.callbacks if isinstance(found, Observer)]
 

@@ -28,7 +28,7 @@ class LabelHead:
 
     def __init__(self, model: Any) -> None:
         self._positions: Tensor | None = None
-        self._handle = model.get_output_embeddings().register_forward_pre_hook(self._select)
+        self.handle = model.get_output_embeddings().register_forward_pre_hook(self._select)
 
     def narrow(self, labels: Tensor) -> Tensor:
         """Let only the positions before a label reach the head from now on; return the labels in that order.
@@ -45,10 +45,6 @@ class LabelHead:
     def widen(self) -> None:
         """Let all positions reach the head from now on, as generation needs it."""
         self._positions = None
-
-    def remove(self) -> None:
-        """Take the hook off the model."""
-        self._handle.remove()
 
     def _select(self, _head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._positions is None:
@@ -77,7 +73,7 @@ def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
     finally:
         head.widen()
     if why:
-        head.remove()
+        head.handle.remove()
         return None, why
     return head, ""
 

@@ -53,8 +53,8 @@ def count_rows(counts: StepCounts, batch: Batch) -> None:
     counts.rows += batch["row"].tolist()
     if "source" in batch:
         for source, tokens, learned in zip(batch["source"].tolist(), lengths, labels, strict=True):
-            counts.of_source(source).tokens += tokens
-            counts.of_source(source).label_tokens += learned
+            counts.sources[source].tokens += tokens
+            counts.sources[source].label_tokens += learned
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import TrainerCallback
 
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
-from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
 
 STEP_PARTS = {
@@ -67,11 +67,8 @@ class StepCounts(TokenCounts):
     padded_tokens: int = 0
     rows: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # real tokens of each of `rows`
-    sources: dict[int, TokenCounts] = field(default_factory=dict)  # by the number of a mixture's source
-
-    def of_source(self, source: int) -> TokenCounts:
-        """Return the counts of one source."""
-        return self.sources.setdefault(source, TokenCounts())
+    sources: defaultdict[int, TokenCounts] = field(default_factory=lambda: defaultdict(TokenCounts))
+    """By the number of a mixture's source."""
 
 
 @dataclass(frozen=True)
@@ -218,41 +215,13 @@ def _sum_known(values: Sequence[float | None]) -> float | None:
     return None if any(value is None for value in values) else sum(value or 0.0 for value in values)
 
 
-class StepTrainer(Protocol):
-    """The parts of transformers' Trainer that the kit uses, and the rows and counts of the last step."""
-
-    args: Any
-    state: Any
-    model: Any
-    model_wrapped: Any
-    accelerator: Any
-    callback_handler: Any
-    is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
-    heartbeat: Heartbeat
-    counts: StepCounts
-    last_loss: Any
-    lr_scheduler: Any
-    micro_batcher: Any
-    replay: Any
-    source_names: Sequence[str]  # names of a mixture's sources; empty in other tasks
-    held_out_sources: dict[str, dict[str, float]]  # figures of each source in the last evaluation
-
-    @property
-    def last_rows(self) -> list[int]: ...
-    def take_counts(self) -> StepCounts: ...
-    def rows_not_finite(self) -> list[int]: ...
-
-    def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a line's figures beyond those of every task; `logs` are the Trainer's. All ranks call it."""
-
-
 class Observer(TrainerCallback):
     """A callback that uses the trainer itself."""
 
-    trainer: StepTrainer
+    trainer: Any
+    """transformers' Trainer with `ExactBatchMixin` or `StepTrainerMixin`, and `take_figures`."""
 
-    def attach(self, trainer: StepTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Take the trainer, once it is built and before it wraps its model or trains."""
         self.trainer = trainer
 
@@ -278,8 +247,6 @@ class EvaluateAtSteps(Observer):
 
     The figures go to the next line of metrics. Existing files are read: after a resume nothing is measured twice.
     """
-
-    trainer: Any
 
     def __init__(self, cfg: RunConfig, rows: Any, *, folder: Path, every: int, extra_step: int = 0) -> None:
         """`rows` are held out; `folder` is the run's eval/; `every` is the steps between two evaluations.

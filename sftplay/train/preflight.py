@@ -20,7 +20,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.launch.run_folder import PARENT, RunFolder
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.train.observer import Observer, StepTrainer
+from sftplay.train.observer import Observer
 
 POLL_S = 0.1  # pause between two checks for a file
 
@@ -137,7 +137,7 @@ class Preflight(Observer):
         self.parameters = ""
         """`checksum` of the model as it was loaded: FSDP and ZeRO-3 shard it later. Empty on a single process."""
 
-    def attach(self, trainer: StepTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         super().attach(trainer)
         if log.world_size() > 1:
             self.parameters = checksum(trainer.model)
@@ -166,7 +166,10 @@ class Preflight(Observer):
             raise RunError("; ".join(problems), where="preflight", fix="launch with `make train`, which sets all this")
         planned = self.folder.read_json("plan.json")
         if other_sizes := [
-            f"rank {n}: {line}" for n, rank in enumerate(ranks) for line in find_other_sizes(planned, rank["sizes"])
+            f"rank {n}: {key} is {value} where plan.json says {planned[key]}"
+            for n, rank in enumerate(ranks)
+            for key, value in rank["sizes"].items()
+            if planned.get(key, value) != value
         ]:
             raise RunError(
                 "; ".join(other_sizes),
@@ -194,15 +197,6 @@ def read_sizes(trainer: Any) -> dict[str, int]:
         **{name: getattr(args, name) for name in of_groups if hasattr(args, name)},
         **({"generation_rows": trainer.generation_rows} if hasattr(trainer, "generation_rows") else {}),
     }
-
-
-def find_other_sizes(planned: dict[str, Any], real: dict[str, int]) -> list[str]:
-    """Return a line for each size that plan.json says and the trainer does not have; empty when all agree."""
-    return [
-        f"{key} is {value} where plan.json says {planned[key]}"
-        for key, value in real.items()
-        if key in planned and planned[key] != value
-    ]
 
 
 def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, *, world_size: int) -> list[str]:

@@ -128,9 +128,6 @@ def _save_adapters(
     model.save_pretrained(folder, state_dict=weights, selected_adapters=names)
 
 
-FEW_STEPS = 50  # below this a run hardly leaves its warm-up
-
-
 def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> TrainResult:
     """Prepare, measure before, train, save the adapter or model in the run folder, measure after.
 
@@ -159,7 +156,13 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     model = load_start(
         cfg, source=extended_base, is_on_host=folder.read_json("plan.json").get("model_opened_on") == "host"
     )
-    measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
+    before = folder.eval / "before.json"
+    if cfg.eval.before and not before.exists():
+        if log.is_main():
+            with random_numbers_kept():
+                task.measure(model, rows, cfg=cfg, path=before)
+        else:
+            wait_for_main(before, folder)
     model = make_trainable(model, cfg, new_ids=[token.id for token in new_tokens])
     wait_for_nodes(folder)
     setup = make_setup(cfg, folder, n_rows=len(rows.train), known=rows.order)
@@ -167,7 +170,11 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     trainer = task.build_trainer(train_run.trainer_parts(tokenizer, rows))
     others: dict[str, Any] = getattr(trainer, "other_models", {})
     if log.is_main():
-        note_head(folder, off=getattr(trainer, "label_head_off", ""))
+        if off := getattr(trainer, "label_head_off", ""):  # the plan counts scores at labels only
+            what = f"scores are computed at every position, not only at labels: {off}"
+            log.say(f"note: {what}")
+            plan = folder.read_json("plan.json")
+            folder.write_json("plan.json", {**plan, "label_head_off": off, "notes": [*plan.get("notes", []), what]})
         parameters = describe_parameters(nn.ModuleList([trainer.model, *others.values()]))
         write_manifest(setup, rows, parameters=parameters, task=getattr(trainer, "facts", {}))
         announce(train_run, parameters, rows=rows)
@@ -188,15 +195,6 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     return result
 
 
-def note_head(folder: RunFolder, *, off: str) -> None:
-    """Say that scores are computed at every position, and why, also in plan.json, which counts those at labels only."""
-    if off:
-        what = f"scores are computed at every position, not only at labels: {off}"
-        log.say(f"note: {what}")
-        plan = folder.read_json("plan.json")
-        folder.write_json("plan.json", {**plan, "label_head_off": off, "notes": [*plan.get("notes", []), what]})
-
-
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:
     """Raise the DataError about keys that need held-out rows, where none are held out."""
     needing = ("eval.before", "eval.after", "train.best_metric", "train.early_stopping", "train.eval_steps")
@@ -207,18 +205,6 @@ def check_held_out(cfg: RunConfig, rows: Rows) -> None:
             where=cfg.data.val_path or cfg.rows_path,
             fix="raise data.split or give data.val_path",
         )
-
-
-def measure_before(task: Task, model: Any, *, rows: Rows, cfg: RunConfig, folder: RunFolder) -> None:
-    """Measure the untrained model on the main rank, once a run; the other ranks wait."""
-    path = folder.eval / "before.json"
-    if not cfg.eval.before or path.exists():
-        return
-    if log.is_main():
-        with random_numbers_kept():
-            task.measure(model, rows, cfg=cfg, path=path)
-    else:
-        wait_for_main(path, folder)
 
 
 def make_trainable(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -> Any:
@@ -251,5 +237,5 @@ def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> 
         f"Starting {'new' if train_run.checkpoint is None else 'continued'} {kind} run with "
         f"{cfg.train.precision} precision on {log.world_size()} process(es): {steps} steps"
     )
-    if steps < FEW_STEPS:
+    if steps < 50:  # such a run hardly leaves its warm-up
         log.say(f"note: {steps} steps in all are few to learn from; more epochs, or a smaller effective batch")

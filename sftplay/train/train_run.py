@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from datasets import Dataset, concatenate_datasets
 from transformers.integrations import TensorBoardCallback
@@ -29,17 +30,10 @@ from sftplay.train.checkpointing import MarkComplete, accept_numbered_cpus, choo
 from sftplay.train.disk import WarnOfFullDisk
 from sftplay.train.exact_batch import ADVICE, Replay, StepSetup
 from sftplay.train.gradients import GradientSync
-from sftplay.train.guards import (
-    StopInTime,
-    StopOnBadStep,
-    StopOnSignal,
-    StopWithoutProgress,
-    find_deadline,
-    process_start_s,
-)
-from sftplay.train.metrics import LineBoard, MetricsWriter, TrackPhases
+from sftplay.train.guards import StopInTime, StopOnBadStep, StopOnSignal, StopWithoutProgress, find_deadline
+from sftplay.train.metrics import MetricsWriter, TrackPhases
 from sftplay.train.micro_batches import MicroBatcher
-from sftplay.train.observer import CostModel, Observer, StepTrainer
+from sftplay.train.observer import CostModel, Observer
 from sftplay.train.preflight import GroupTimeout, Preflight
 from sftplay.train.setup import RunSetup
 from sftplay.train.task import Rows, TrainerParts
@@ -110,7 +104,8 @@ class TrainRun:
 
     def _optional_callbacks(self) -> list[Any]:
         train, patience, callbacks = self.cfg.train, self.cfg.train.early_stopping, list[Any]()
-        deadline = find_deadline(train.time_limit, os.environ, started_s=process_start_s(), now_s=time.time())
+        started_s = psutil.Process().create_time()
+        deadline = find_deadline(train.time_limit, os.environ, started_s=started_s, now_s=time.time())
         if patience:
             callbacks.append(StopWithoutProgress(early_stopping_patience=patience))
         callbacks.append(WarnOfFullDisk(self.folder.checkpoints, train.save_total_limit))
@@ -151,7 +146,7 @@ class TrainRun:
             ),
         )
 
-    def attach(self, trainer: StepTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Hand the trainer to the callbacks that need it."""
         callbacks = trainer.callback_handler.callbacks
         for callback in callbacks:
@@ -173,7 +168,7 @@ class TrainRun:
 
                 # TensorBoard then hides what an earlier attempt wrote after the checkpoint.
                 purge_step = self.from_step + 1 if self.from_step else None
-                callback.tb_writer = LineBoard(SummaryWriter(str(self.folder.path / "tb"), purge_step=purge_step))
+                callback.tb_writer = SummaryWriter(str(self.folder.path / "tb"), purge_step=purge_step)
         if trainer.args.device.type == "cpu" and self.setup.world_size > 1:
             accept_numbered_cpus()
         try:

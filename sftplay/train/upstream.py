@@ -15,20 +15,6 @@ from typing import Any
 from sftplay import log
 from sftplay.machine.probe import compiler_remedy, find_compiler_problem
 
-TRAINER = "trl.trainer.grpo_trainer"
-UTILITIES = "trl.trainer.utils"
-RELEASE = "1.16"
-
-PRIVATE_NAMES = {
-    TRAINER: (
-        "_buffered_inputs", "_calculate_rewards", "_dist", "_entropy_bonus_enabled", "_generate",
-        "_generate_and_score_completions", "_generate_single_turn", "_get_per_token_logps_and_entropies", "_logs",
-        "_metrics", "_step", "_tokenize_prompts",
-    ),
-    UTILITIES: ("_CHUNKED_LOGPROB_CHUNK_SIZE", "_use_triton"),
-}  # fmt: skip
-"""Module of TRL -> its names that task grpo uses, as they were read in the release `RELEASE`."""
-
 
 @contextmanager
 def fitted_tiles(vocab: int) -> Iterator[None]:
