@@ -28,11 +28,11 @@ from sftplay.plan.fit import NoFit, Point, fit
 from sftplay.signals import die_with_parent
 from sftplay.tasks.sft import task as sft
 from sftplay.train.exact_batch import StepSetup
+from sftplay.train.metrics import Observer
 from sftplay.train.micro_batches import MicroBatcher
-from sftplay.train.observer import Observer
 from sftplay.train.run_task import make_trainable
-from sftplay.train.setup import make_setup
 from sftplay.train.task import Rows, TrainerParts
+from sftplay.train.train_run import make_setup
 
 
 class MemoryGauge:

@@ -84,9 +84,8 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
         import_unsloth()
     else:
         leave_out(unneeded(cfg))
-    from sftplay.train.disk import report_full_disk
-    from sftplay.train.guards import StopOnSignal
-    from sftplay.train.setup import refuse_missing_gpu
+    from sftplay.train.guards import StopOnSignal, report_full_disk
+    from sftplay.train.train_run import refuse_missing_gpu
 
     run = find_runner(cfg.task_mode)
     refuse_missing_gpu()

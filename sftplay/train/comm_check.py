@@ -41,10 +41,7 @@ def main(folder: str, limit_s: str) -> int:
         write_text(Path(folder) / f"rank{log.rank()}.json", json.dumps(known))
 
     leave(state="started")
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU") != "true":
-        device = torch.device("cuda", log.local_rank())
-        torch.cuda.set_device(device)
+    device = take_device()
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=float(limit_s)))
         leave(state="met")
@@ -63,6 +60,15 @@ def main(folder: str, limit_s: str) -> int:
         return RunError.exit_code
     dist.destroy_process_group()
     return 0
+
+
+def take_device() -> torch.device:
+    """Take this rank's GPU, or the CPU where accelerate keeps to it."""
+    if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
+        return torch.device("cpu")
+    device = torch.device("cuda", log.local_rank())
+    torch.cuda.set_device(log.local_rank())
+    return device
 
 
 def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from sftplay.model.out_of_memory import (
 from sftplay.train.eval_mode import RandomState, random_numbers_kept
 from sftplay.train.gradients import average_gradients, gradient_norm, wants_overlap
 from sftplay.train.loss_heads import prove_label_head
+from sftplay.train.metrics import StepCounts
 from sftplay.train.micro_batches import (
     Batch,
     MicroBatcher,
@@ -44,7 +45,6 @@ from sftplay.train.micro_batches import (
     on_device,
     split_by_source,
 )
-from sftplay.train.observer import StepCounts
 from sftplay.train.upstream import find_attention
 
 ADVICE = (

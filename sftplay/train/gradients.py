@@ -15,7 +15,7 @@ from sftplay import log
 from sftplay.config.cluster import SHARDED
 from sftplay.config.run import RunConfig
 from sftplay.heartbeat import Heartbeat
-from sftplay.train.observer import Observer
+from sftplay.train.metrics import Observer
 
 
 def average_gradients(model: Any, *, others: Sequence[Any] = ()) -> None:

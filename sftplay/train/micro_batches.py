@@ -16,7 +16,7 @@ from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError
 from sftplay.train.eval_mode import eval_mode
 from sftplay.train.loss_heads import PROOF_TOLERANCE
-from sftplay.train.observer import StepCounts
+from sftplay.train.metrics import StepCounts
 from sftplay.train.upstream import find_attention
 
 Batch = dict[str, Tensor]

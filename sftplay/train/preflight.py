@@ -20,7 +20,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.launch.run_folder import PARENT, RunFolder
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.train.observer import Observer
+from sftplay.train.metrics import Observer
 
 POLL_S = 0.1  # pause between two checks for a file
 

@@ -24,13 +24,12 @@ from sftplay.model.load import load_result, load_start, start_adapter, stored_ba
 from sftplay.model.source import BUILTIN, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
+from sftplay.train.checkpointing import compute_fingerprint
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.fingerprint import compute_fingerprint, write_manifest
 from sftplay.train.guards import StopOnSignal
 from sftplay.train.preflight import first_of_node, has_sharded_weights, wait_for_main, wait_for_nodes
-from sftplay.train.setup import describe_capacity, describe_rate, make_setup
 from sftplay.train.task import Rows, Task
-from sftplay.train.train_run import TrainResult, TrainRun
+from sftplay.train.train_run import TrainResult, TrainRun, describe_capacity, describe_rate, make_setup, write_manifest
 from sftplay.train.upstream import gather_zero3_weights
 from sftplay.units import format_count
 

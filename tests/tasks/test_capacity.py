@@ -11,7 +11,7 @@ from sftplay.errors import ConfigError
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
 from sftplay.plan.decisions import decide_numerics
-from sftplay.train.setup import describe_capacity, describe_rate
+from sftplay.train.train_run import describe_capacity, describe_rate
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/run_demo.yaml"
 

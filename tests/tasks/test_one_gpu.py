@@ -17,8 +17,7 @@ from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.worker import find_runner
 from sftplay.train.guards import StopOnSignal
-from sftplay.train.setup import RunSetup
-from sftplay.train.train_run import TrainRun
+from sftplay.train.train_run import RunSetup, TrainRun
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from small_run import Inputs, write_small_run
 from sftplay.config.load import load_config
 from sftplay.launch.command import Scale
 from sftplay.runs.resume import free_sizes
-from sftplay.train.fingerprint import config_changes
+from sftplay.train.checkpointing import config_changes
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS, STEP_ROWS = 12, 4, 8

@@ -20,8 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import TrainerCallback
 
 from sftplay.errors import ConfigError, DataError, RunError
-from sftplay.train.disk import report_full_disk
-from sftplay.train.guards import StopOnBadStep, StopOnSignal
+from sftplay.train.guards import StopOnBadStep, StopOnSignal, report_full_disk
 from sftplay.train.train_run import TrainRun
 
 

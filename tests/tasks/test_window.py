@@ -29,6 +29,7 @@ from transformers import (
 
 from sftplay.errors import ConfigError
 from sftplay.train.loss_heads import prove_label_head
+from sftplay.train.metrics import StepCounts
 from sftplay.train.micro_batches import (
     Collator,
     HeldOutBlocks,
@@ -38,7 +39,6 @@ from sftplay.train.micro_batches import (
     ignores_padding,
     needs_no_mask,
 )
-from sftplay.train.observer import StepCounts
 from sftplay.train.train_run import pad_to_multiple
 
 PAD, VOCAB = 0, 400
@@ -80,7 +80,7 @@ def losses_alone(model: Any, block: dict[str, Any]) -> torch.Tensor:
     """The losses of a block's tokens, each document in a row of its own."""
     starts = [*np.flatnonzero(block["position_ids"] == 0), len(block["input_ids"])]
     documents = [block["input_ids"][a:b].tolist() for a, b in pairwise(starts)]
-    return torch.cat([label_losses(model, {"input_ids": ids, "labels": ids}) for ids in documents])
+    return torch.cat([label_losses(model, {"input_ids": ids, "labels": ids}) for ids in documents if len(ids) > 1])
 
 
 def gradients(model: Any) -> torch.Tensor:

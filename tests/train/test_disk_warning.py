@@ -12,7 +12,7 @@ import torch
 from in_process import Inputs, new_run, train_in
 
 from sftplay.launch.checkpoints import mark_complete
-from sftplay.train.disk import SMALL_FILES_BYTES, WarnOfFullDisk
+from sftplay.train.guards import SMALL_FILES_BYTES, WarnOfFullDisk
 
 MIB = 2**20
 RESULT = 4 * 100  # 99 fp32 weights and their bias
@@ -23,7 +23,7 @@ class Disk:
 
     def __init__(self, home: Path, patch: pytest.MonkeyPatch) -> None:
         self.home, self.free = home, 0
-        patch.setattr("sftplay.train.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=self.free))
+        patch.setattr("sftplay.train.guards.shutil.disk_usage", lambda _: SimpleNamespace(free=self.free))
         self.warn = WarnOfFullDisk(home, 2)
         self.parts = {"model": torch.nn.Linear(99, 1), "optimizer": SimpleNamespace(state={})}
 
@@ -93,7 +93,7 @@ def test_run_on_a_disk_that_is_nearly_full_warns_after_its_first_step_and_goes_o
 ):
     cfg, folder = new_run(tmp_path, inputs, train__save_steps=2, tuning__mode="full")
     # 48,288 fp32 weights with two moments each: two checkpoints take 1.16 MB, the result 0.19 MB.
-    monkeypatch.setattr("sftplay.train.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=1_300_000))
+    monkeypatch.setattr("sftplay.train.guards.shutil.disk_usage", lambda _: SimpleNamespace(free=1_300_000))
     assert train_in(cfg, folder).outcome.step == 4
     out = capsys.readouterr().out
     assert out.count("warning: the disk will be full before step 4: 1,300,000 bytes free") == 1

@@ -16,9 +16,16 @@ from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 from sftplay.config.load import load_resolved
 from sftplay.heartbeat import Heartbeat
 from sftplay.train.exact_batch import StepCounts
-from sftplay.train.metrics import MetricsWriter, TrackPhases
+from sftplay.train.metrics import (
+    CostModel,
+    MetricsWriter,
+    RankShare,
+    TrackPhases,
+    describe_ranks,
+    describe_speed,
+    mean_loss,
+)
 from sftplay.train.micro_batches import Collator, MicroBatcher
-from sftplay.train.observer import CostModel, RankShare, describe_ranks, describe_speed, mean_loss
 
 GIB = 2**30
 ROWS = [

@@ -21,7 +21,7 @@ from sftplay.train.guards import (
     find_deadline,
     longest_evaluation_s,
 )
-from sftplay.train.observer import Observer
+from sftplay.train.metrics import Observer
 
 ROOT = Path(__file__).resolve().parents[2]
 NOW = 1_000_000.0
