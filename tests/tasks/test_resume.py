@@ -52,17 +52,6 @@ def test_resumed_run_ends_bit_for_bit_where_an_undisturbed_one_ends(
         assert (counts["tokens_seen"], counts["label_tokens_seen"]) == (tokens, labels)
 
 
-def test_line_of_metrics_ends_with_each_checkpoint_so_that_none_is_torn(inputs: Inputs, tmp_path: Path):
-    options = {"train__max_steps": 8, "logging__steps": 4, "train__save_steps": 3}
-    run = train(tmp_path, inputs, **options)
-    assert [line["step"] for line in run.metrics] == [3, 4, 6, 8]
-    stopped = stop_and_resume(tmp_path / "stopped", inputs, 5, **options)
-    assert [line["step"] for line in stopped.metrics] == [3, 4, 5, 6, 8]
-    ids = [[row for line in r.metrics for row in line["row_ids"][0]] for r in (run, stopped)]
-    assert ids[0] == ids[1]
-    assert len(ids[0]) == 64
-
-
 def test_resume_from_a_path_starts_there_and_sets_later_checkpoints_aside(inputs: Inputs, tmp_path: Path):
     refused, nowhere = new_run(tmp_path / "nowhere", inputs, train__resume=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="cannot be resumed: no such folder"):

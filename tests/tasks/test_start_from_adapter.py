@@ -172,36 +172,6 @@ def test_infer_batch_answers_from_the_right_base(merges: bool, first: Any, other
 
 
 @pytest.mark.parametrize(
-    ("key", "change", "values"),
-    [
-        ("r", {"tuning__lora__r": 8}, ("8", "4")),
-        ("modules_to_save", {"tuning__lora__modules_to_save": ["lm_head"]}, ('["lm_head"]', "[]")),
-    ],
-)
-def test_other_shape_than_the_adapters_is_refused_naming_key_values_and_remedy(
-    key: str, change: dict[str, Any], values: tuple[str, str], first: Any, other: Inputs, tmp_path: Path
-):
-    cfg, _ = new_run(tmp_path, other, model__adapter=str(first().folder.path), **change)
-    with pytest.raises(ConfigError) as caught:
-        check_inputs(cfg)
-    assert caught.value.where.endswith(f"tuning.lora.{key}")
-    assert caught.value.what.startswith(f"{values[0]} here")
-    assert caught.value.what.endswith(f"has {values[1]}")
-    assert f"tuning.lora.{key}: {values[1]}" in caught.value.fix
-    assert "merge_adapter" in caught.value.fix
-
-
-def test_other_layers_than_the_adapters_are_refused(first: Any, other: Inputs, tmp_path: Path):
-    changes = {"model__adapter": str(first().folder.path), "tuning__lora__target_modules": ["q_proj"]}
-    cfg, _ = new_run(tmp_path, other, **changes)
-    with pytest.raises(ConfigError, match=r"2 layers \(q_proj\) here, .* has 14 \(down_proj") as caught:
-        load_base(cfg)
-    assert caught.value.where == "tuning.lora.target_modules"
-    merged, _ = new_run(tmp_path / "merged", other, model__merge_adapter=True, **changes)
-    load_base(merged)
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model__merge_adapter": True}, "no adapter to merge"),
@@ -210,6 +180,8 @@ def test_other_layers_than_the_adapters_are_refused(first: Any, other: Inputs, t
         ({"model__name": "unfinished"}, "has no result yet"),
         ({"model__name": "org/model", "model__adapter": "finished"}, "belongs to .*, not to org/model"),
         ({"tuning__mode": "full", "model__adapter": "finished"}, "full trains every weight"),
+        ({"tuning__lora__r": 8, "model__adapter": "finished"}, "8 here, .* has 4"),
+        ({"tuning__lora__dora": True, "model__adapter": "finished"}, "true here, .* has false"),
     ],
 )
 def test_start_that_is_not_there_or_does_not_fit_is_refused(

@@ -69,19 +69,16 @@ def test_warning_gives_the_bytes_and_comes_once(disk: Disk, capsys: Any):
     assert warnings_in(capsys) == []
 
 
-def test_other_files_are_expected_to_grow_at_the_same_rate_to_the_last_step(disk: Disk, capsys: Any):
+def test_other_files_are_expected_to_grow_and_after_the_last_checkpoint_only_the_result_needs_room(
+    disk: Disk, capsys: Any
+):
     disk.predict(1, free=100 * MIB)
     disk.save(10, 3 * MIB)
     own = sum(path.stat().st_size for path in disk.home.rglob("*") if path.is_file())
     # In nine steps other files grew by 9 MiB, 1 MiB a step: 90 more steps take 90 MiB.
     disk.predict(10, free=100 * MIB - own - 9 * MIB, saved=True)
-    (warning,) = warnings_in(capsys)
-    assert warning["others"] == 90 * MIB
-
-
-def test_after_the_last_checkpoint_only_the_result_needs_room(disk: Disk, capsys: Any):
-    disk.predict(1, free=100 * MIB)
-    disk.save(100, MIB)
+    assert [each["others"] for each in warnings_in(capsys)] == [90 * MIB]
+    disk.warn = WarnOfFullDisk(disk.home, 2)
     disk.predict(100, free=RESULT + SMALL_FILES_BYTES, saved=True)
     assert warnings_in(capsys) == []
     disk.predict(100, free=RESULT + SMALL_FILES_BYTES - 1, saved=True)

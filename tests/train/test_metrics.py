@@ -209,18 +209,3 @@ def test_each_line_counts_exactly_the_rows_since_the_line_before_over_a_signal_a
         flops = 6 * 2 * LLAMA_LAYER * sum(lengths) + 6 * 32 * 400 * labels + 12 * 2 * 32 * pairs
         assert line["model_tflops_per_s"] * 1e12 * wall_s == pytest.approx(flops, rel=0.01)
         assert line["mfu"] is None  # the peak of a CPU is not known
-
-
-def test_loss_of_a_line_is_the_mean_over_its_label_tokens(inputs: Inputs, tmp_path: Path):
-    cfg, folder = new_run(
-        tmp_path, inputs, tuning__mode="full", train__max_steps=2, train__learning_rate=1e-12, logging__steps=2,
-    )  # fmt: skip
-    finished = train_in(cfg, folder)
-    (line,) = finished.metrics
-    rows, model = rows_of(finished), AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.float64)
-    each = [label_losses(model, rows[n]) for n in line["row_ids"][0]]
-    assert line["loss"] == pytest.approx(torch.cat(each).mean().item(), rel=1e-5)
-    # The steps have different numbers of labels: the mean of the steps' means is another figure.
-    by_step = [torch.cat(each[i : i + 8]).mean().item() for i in (0, 8)]
-    assert abs(sum(by_step) / 2 - line["loss"]) > 1e-4
-    assert line["ranks"][0]["loss"] == line["loss"]
