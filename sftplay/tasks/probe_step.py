@@ -139,9 +139,8 @@ def main(folder: str) -> int:
 
 
 def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge: MemoryGauge) -> dict[str, Any]:
-    """Return points by micro-batch, and the micro-batch that ran out of memory, if one did.
-
-    `cfg` is resolved; its effective batch and its data have no effect. The gauge also counts the loading of the model.
+    """Return points by micro-batch, and the micro-batch that ran out of memory, if one did. `cfg` is resolved; the
+    gauge also counts the loading of the model.
     """
     sizes = {
         "train.effective_batch_size": request.most_rows * request.micro_batches,
@@ -193,9 +192,8 @@ def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge:
 
 
 def synthetic_rows(cfg: RunConfig, tokenizer: Any, *, count: int) -> Dataset:
-    """Make full rows of ordinary tokens that all have a label: the largest rows that a run can have.
-
-    A block of documents is two of them, where documents are kept apart: then there is a mask.
+    """Make full rows of ordinary tokens that all have a label, the largest that a run can have; a block of documents
+    kept apart is two of them.
     """
     rng, special = random.Random(0), set(tokenizer.all_special_ids)
     # Ids with a meaning of their own in the model, such as the place of an image, are among the special ones.
@@ -208,9 +206,8 @@ def synthetic_rows(cfg: RunConfig, tokenizer: Any, *, count: int) -> Dataset:
 
 
 class ProbeSchedule(Observer):
-    """Says which micro-batch size comes next, tells the gauge the phase of the step, and keeps the points.
-
-    It is also the micro-batcher of the trainer's windows: a step has only as many micro-batches as the request wants.
+    """Says which micro-batch size comes next, tells the gauge the phase of the step, and keeps the points. It is also
+    the micro-batcher of the trainer's windows.
     """
 
     def __init__(self, cfg: RunConfig, request: Request, *, gauge: MemoryGauge) -> None:

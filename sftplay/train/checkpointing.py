@@ -61,10 +61,7 @@ def describe_renderer(renderer: Renderer) -> dict[str, Any]:
 
 
 def compute_fingerprint(cfg: RunConfig, rows: Rows, *, new_tokens: Sequence[NewToken] = ()) -> dict[str, Any]:
-    """Return config, files, rows, template, tokenizer, starting weights, processes and kit of this run; plain JSON.
-
-    `cfg` names folders, not runs. Weights on a hub have no digest: model.revision pins them.
-    """
+    """Return config, files, rows, template, tokenizer, starting weights, processes and kit of this run; plain JSON."""
     digests = [rows.order.digest if rows.order else rows_digest(part) for part in (rows.train, rows.held_out)]
     return {
         "kit": __version__,
@@ -185,7 +182,7 @@ PICKLE_ERRORS = (
 
 
 def find_unreadable(checkpoint: Path) -> str:
-    """Return the first file of an undamaged checkpoint that the Trainer could not go on from, and why; empty without.
+    """Return the first file of a checkpoint that the Trainer could not go on from, and why; empty without one.
 
     Tensors of pickles are mapped, not read: an optimizer's state may be as large as memory.
     """
@@ -249,11 +246,9 @@ def _are_random_states(content: dict[str, Any]) -> bool:
 
 
 class MarkComplete(Observer):
-    """Checks the room on the disk before a save, and marks the checkpoint complete after it.
+    """Checks the room on the disk before a save, and marks the checkpoint complete after it, while all ranks wait.
 
-    All ranks wait while the main one syncs the files to disk, marks the checkpoint and removes old ones. A resume
-    compares `facts`; `limit` checkpoints are kept. A thread notes steps in status.json, so that a step waits
-    for no more than the note before it.
+    A thread notes steps in status.json, so that a step waits for no more than the note before it.
     """
 
     def __init__(
@@ -324,12 +319,8 @@ class MarkComplete(Observer):
 def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any]) -> Path | None:
     """Choose the checkpoint that `train.resume` asks for; None to start from the beginning.
 
-    `facts` are those of this run, which `MarkComplete` would write.
-
-    Raises:
-        ConfigError: the path is no complete checkpoint, or config or starting weights have changed since.
-        DataError: the rows have changed since.
-        RunError: it belongs to another order of the rows. In all three cases it would not be the same run.
+    Raise ConfigError, DataError or RunError where the path is no complete checkpoint, or config, starting weights, rows
+    or their order have changed since: it would not be the same run.
     """
     wanted = cfg.train.resume
     if wanted == "never":
@@ -378,10 +369,8 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
 
 
 def accept_numbered_cpus() -> None:
-    """Let torch.load put tensors on `cpu:0`.
-
-    Several processes that resume on CPUs ask for it, because accelerate gives the only device a number (transformers
-    5.17, `_load_optimizer_and_scheduler`; 5.23 no longer asks).
+    """Let torch.load put tensors on `cpu:0`, for which several processes that resume on CPUs ask (transformers 5.17,
+    `_load_optimizer_and_scheduler`; 5.23 no longer does).
     """
     torch.serialization.register_package(
         priority=100,

@@ -197,9 +197,8 @@ class ExactBatchMixin(StepTrainerMixin):
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """Run forward and backward over all micro-batches of the window; return the sum of their losses.
 
-        A micro-batch that sends gradients to other ranks while it computes is not run again: a rank that fails inside
-        it would leave the others waiting. With a replay that sends gradients afterwards there is none of these. Raise
-        OutOfMemory where memory does not suffice for a single row of the window.
+        A micro-batch that sends gradients while it computes is not run again: the other ranks would wait for them.
+        Raise OutOfMemory where memory does not suffice for a single row of the window.
         """
         count_rows(self.counts, inputs)
         if self.micro_batcher is None:

@@ -21,9 +21,9 @@ from sftplay.train.metrics import Observer
 def average_gradients(model: Any, *, others: Sequence[Any] = ()) -> None:
     """Replace every rank's gradients by their mean over the ranks; a missing gradient counts as zero.
 
-    All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel, and `others` are
-    weights that train outside of it. Gradients are sent in buckets of DDP's own size, which is also all the memory that
-    sending takes. Those of weights in shards were averaged by the backward pass.
+    All ranks call it with the same trainable weights: those of the DistributedDataParallel `model`, and `others`
+    outside of it. They are sent in buckets of DDP's own size. Those of weights in shards were averaged by the backward
+    pass.
     """
     _reduce(model, others=others, divisor=torch.distributed.get_world_size())
 
@@ -145,9 +145,8 @@ CHUNK = 2**10  # how many squares are added up in fp32 at a time
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the 2-norm of all gradients together, fp32 []. With sharded gradients every rank must call it.
 
-    On a CPU torch adds up the squares of a whole tensor in fp32, one after another. That loses 1e-4 of the norm at 1.5
-    million numbers and 5e-4 at 10 million (torch 2.13, `linalg.vector_norm` compared with fp64). Here short chunks are
-    added up in fp32, and their sums in fp64.
+    On a CPU torch adds up a whole tensor in fp32, which loses 5e-4 of the norm at 10 million numbers (torch 2.13). Here
+    short chunks are added up in fp32, and their sums in fp64.
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -148,8 +148,8 @@ SHOWN_ROWS = 8  # number of row ids in an error's text; all of them are in its f
 class StopOnSignal(Observer):
     """After a stop signal the run finishes the step, writes a checkpoint and ends. A second signal ends it at once.
 
-    Ranks agree at the end of a step. Otherwise one could wait in a collective operation for another that has ended.
-    `outside` handles signals before the first step and after the last. Without it no handler is installed.
+    Ranks agree at the end of a step. `outside` handles signals before the first step and after the last; without it no
+    handler is installed.
     """
 
     def __init__(self, outside: StopAtOnce | None = None) -> None:
@@ -200,9 +200,8 @@ class StopOnSignal(Observer):
 class StopOnBadStep(Observer):
     """Ends the run before the optimizer takes a step whose loss or gradient is not finite on some rank.
 
-    It checks in on_pre_optimizer_step, which all ranks reach. Therefore all stop together, and none waits in a
-    collective operation. A check on logs would come after the weights are damaged. In fp16 the gradient scaler skips
-    such steps by itself and lowers its scale. There the run ends only after so many of them that no scale can help.
+    It checks in on_pre_optimizer_step, which all ranks reach, so that none waits for another. In fp16 the gradient
+    scaler skips such steps and lowers its scale: there the run ends after so many of them that no scale can help.
     """
 
     def __init__(self, path: Path) -> None:
@@ -315,9 +314,8 @@ def find_deadline(
 class StopInTime(Observer):
     """Sets `stop.received` to SIGUSR1 when another step might leave too little time for the checkpoint after it.
 
-    The main rank decides before the end of the step, where all ranks ask `stop`. This callback comes after the one that
-    marks checkpoints complete, because that time belongs to the save. The time of the first checkpoint is estimated
-    from its bytes, that of the first evaluation of a resumed run from those that earlier attempts have written down.
+    The main rank decides before the end of the step, where all ranks ask `stop`. It comes after the callback that marks
+    checkpoints complete. The first checkpoint's time is estimated from its bytes.
     """
 
     def __init__(self, deadline: Deadline, stop: StopOnSignal, *, clock: Callable[[], float] = time.time) -> None:

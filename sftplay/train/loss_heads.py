@@ -31,9 +31,8 @@ class LabelHead:
         self.handle = model.get_output_embeddings().register_forward_pre_hook(self._select)
 
     def narrow(self, labels: Tensor) -> Tensor:
-        """Let only the positions before a label reach the head from now on; return the labels in that order.
-
-        `labels` int64 [rows, tokens] -> int64 [1, labelled], for the model's argument `shift_labels`.
+        """Let only the positions before a label reach the head from now on; return the labels in that order: int64
+        [rows, tokens] -> int64 [1, labelled], for the model's argument `shift_labels`.
         """
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(-1)
         positions = (shifted != IGNORE_INDEX).nonzero().squeeze(1)
@@ -54,10 +53,8 @@ class LabelHead:
 
 
 def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
-    """Return a label head for `model`; or None, and why: its scores are computed where the hook does not reach.
-
-    The proof: the loss of a few tokens is the same with it and without it. Raise RuntimeError where memory ran out in
-    it, which says nothing about the model.
+    """Return a label head for `model` with which the loss of a few tokens is the same; or None, and why there is none.
+    Raise RuntimeError where memory ran out, which says nothing about the model.
     """
     if model.get_output_embeddings() is None:
         return None, "the model has no output embeddings"
@@ -105,8 +102,7 @@ SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 def put_chunked_head(model: Any, *, proves: bool) -> None:
     """Let the causal `model`, given labels, compute its loss in chunks from now on; without labels it is as before.
 
-    With `proves` a few tokens show that the loss is the model's own. They cannot where weights are sharded. Raise
-    ConfigError where the loss of this model cannot be computed so.
+    With `proves` a few tokens show that the loss is the model's own. Raise ConfigError where it cannot be computed so.
     """
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise _refusal("the adapter has a pair on the output head, which a loss in chunks passes over")

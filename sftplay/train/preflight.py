@@ -29,8 +29,7 @@ POLL_S = 0.1  # pause between two checks for a file
 def first_of_node(folder: RunFolder) -> Iterator[bool]:
     """Let the first rank of each node go through the body before the others; True where others wait for this one.
 
-    The caches that it fills may belong to the node. When the body fails, the others stay outside and their launcher
-    ends them, so the error is printed once.
+    When the body fails, the others stay outside and their launcher ends them, so the error is printed once.
     """
     is_first, marker = log.local_rank() == 0, marker_path(folder.logs)
     if is_first:
@@ -49,10 +48,8 @@ def first_of_node(folder: RunFolder) -> Iterator[bool]:
 
 
 def marker_path(logs: Path) -> Path:
-    """Return the file by which the first rank of this node says that it is through, in this launch.
-
-    The name has the node's first rank, because nodes share the folder, and the parent's pid, because another start must
-    not find it. If both are equal by chance, the ranks only queue for the caches' locks in any order.
+    """Return the file by which the first rank of this node says that it is through, in this launch: nodes share the
+    folder, and another start, with another parent, must not find it.
     """
     return logs / f".prepared-{log.rank() - log.local_rank()}-{os.environ.get(PARENT) or os.getppid()}"
 
@@ -85,8 +82,7 @@ def wait_for_main(path: Path, folder: RunFolder) -> None:
 class GroupTimeout(TrainerCallback):
     """Sets the time limit of every process group once there is one, and removes the node's marker.
 
-    The Trainer gives its `ddp_timeout` to the process group, but not on CPUs, and not to the further groups of
-    DeepSpeed and FSDP, which have torch's own limits (10 minutes with NCCL).
+    The Trainer's `ddp_timeout` does not reach groups on CPUs, nor the further groups of DeepSpeed and FSDP.
     """
 
     def __init__(self, timeout_s: int, logs: Path) -> None:
@@ -128,8 +124,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Preflight(Observer):
     """Compares plan and reality when everything is built, and writes to status.json what each rank is.
 
-    `rows` and `base` are digests: of the rows that this rank trains on, in their order, and of the files that its
-    weights come from.
+    `rows` and `base` are digests of the rows in their order, and of the files of weights.
     """
 
     def __init__(self, cfg: RunConfig, folder: RunFolder, *, rows: str, base: str) -> None:
@@ -231,8 +226,7 @@ def has_sharded_weights(trainer: Any) -> bool:
 def checksum(model: Any) -> str:
     """Return a digest of the weights that train; equal on ranks that hold the same, on any GPU or processor.
 
-    A sum of floating-point numbers depends on the order, which each GPU model chooses; one of their bytes as integers,
-    modulo 2^64, does not.
+    It sums bytes as integers, modulo 2^64: a sum of floating-point numbers depends on the order.
     """
     digest = hashlib.sha256()
     for parameter in model.parameters():

@@ -38,9 +38,8 @@ RESULT_ADAPTERS = ("default", "guide")
 
 
 def gather_weights(trainer: Any) -> dict[str, dict[str, torch.Tensor]] | None:
-    """Gather the weights to save from all ranks; None where every rank holds them whole.
-
-    Those of the trainer's model are named "". All ranks must call it; only the main one gets them.
+    """Gather the weights to save from all ranks, which must all call it; only the main one gets them, by model, "" for
+    the trainer's. None where every rank holds them whole.
     """
     if hasattr(trainer, "whole_weights"):
         weights = trainer.whole_weights()
@@ -56,10 +55,8 @@ def gather_weights(trainer: Any) -> dict[str, dict[str, torch.Tensor]] | None:
 
 
 def leave_process_group() -> None:
-    """End the process group on all ranks at once. Only the main rank continues.
-
-    Otherwise gloo's threads may abort a rank's process at its end (torch 2.13: "terminate called without an active
-    exception"), and the launcher then ends the main rank too.
+    """End the process group on all ranks at once; only the main rank continues. Otherwise gloo's threads may abort a
+    rank's process at its end (torch 2.13), and the launcher then ends the main rank too.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -77,10 +74,9 @@ def save_result(
 ) -> Path:
     """Save `adapter/` or `model/`, whole or not at all; one that an earlier attempt left is replaced.
 
-    `weights` are the models' by their names, "" for `model`, where a model itself holds only a part of them. `base` is
-    the folder or hub name that the model was loaded from. A builtin base is copied to `base/`, and the adapter points
-    to that copy; a local base is named by its absolute path. So plain PEFT finds it without this kit. `others` are
-    further models of the run; each is saved in a folder of its name below the result.
+    `weights` are the models' by name, "" for `model`, where a model holds only a part of them; `others` are further
+    models, each saved below the result. A builtin `base` is copied to `base/`, a local one named by its absolute path,
+    so that plain PEFT finds it.
     """
     is_full = cfg.tuning.mode == "full"
     target = folder.path / ("model" if is_full else "adapter")
@@ -130,10 +126,8 @@ def _save_adapters(
 def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> TrainResult:
     """Prepare, measure before, train, save the adapter or model in the run folder, measure after.
 
-    Raises:
-        DataError: there is no row to train on, or no held-out row where the config needs some.
-        MachineError: model or tokenizer cannot be opened.
-        RunError: the run could not continue.
+    Raise DataError without rows to train on or to hold out, MachineError where model or tokenizer cannot be opened,
+    RunError where the run could not continue.
     """
     cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
@@ -207,9 +201,8 @@ def check_held_out(cfg: RunConfig, rows: Rows) -> None:
 
 
 def make_trainable(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -> Any:
-    """Return `model` with the adapter that trains, where one does; everything that never trains is frozen.
-
-    The rows of the tokens `new_ids` train with an adapter.
+    """Return `model` with the adapter that trains, where one does, and the rows of the tokens `new_ids`; all else is
+    frozen.
     """
     if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it continues with the one it has
         model = start_adapter(model, cfg, new_ids=new_ids)

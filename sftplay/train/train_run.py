@@ -234,10 +234,10 @@ class TrainResult:
 
 
 class TrainRun:
-    """Chooses the checkpoint, builds the callbacks, and trains.
+    """Chooses the checkpoint, builds the callbacks, and trains `model`.
 
-    `model` is the one that trains. With `fingerprint`, the result of `compute_fingerprint`, a resume can name what has
-    changed. Raise ConfigError, DataError or RunError where the checkpoint to resume from belongs to another run.
+    With `fingerprint` a resume can name what has changed. Raise ConfigError, DataError or RunError where the checkpoint
+    to resume from belongs to another run.
     """
 
     def __init__(
@@ -339,10 +339,8 @@ class TrainRun:
         callbacks.insert(0, callbacks.pop(callbacks.index(self.metrics)))
 
     def train(self, trainer: Any) -> TrainResult:
-        """Train from the chosen checkpoint or from the start.
-
-        Raise OutOfMemory where memory does not suffice for a single row, or ran out where no step is run again;
-        RunError where a step is not finite, the preflight found a wrong launch, or the best checkpoint is missing.
+        """Train from the chosen checkpoint or from the start. Raise OutOfMemory where memory does not suffice, RunError
+        where a step is not finite, the preflight found a wrong launch, or the best checkpoint is missing.
         """
         self.attach(trainer)
         for callback in trainer.callback_handler.callbacks:
@@ -453,10 +451,8 @@ def read_costs(model: Any, cfg: RunConfig, *, plan: Mapping[str, Any]) -> CostMo
 
 
 def pad_to_multiple(rows: Dataset, multiple: int) -> Dataset:
-    """Return `rows` with rows without a label added at the end, so that their number is a multiple of `multiple`.
-
-    Where the last batches of several processes are not full, accelerate fills them with rows from the beginning, whose
-    loss would count twice.
+    """Return `rows` with rows without a label added at the end: accelerate would fill the last batches with rows from
+    the beginning, whose loss would count twice.
     """
     if len(rows) % multiple == 0:
         return rows
