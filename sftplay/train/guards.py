@@ -142,8 +142,6 @@ class WarnOfFullDisk(TrainerCallback):
 FP16_PATIENCE = 16
 """Steps in a row that an fp16 run may skip. The gradient scaler begins at 2^16 and halves its scale once a step."""
 
-SHOWN_ROWS = 8  # number of row ids in an error's text; all of them are in its file
-
 
 class StopOnSignal(Observer):
     """After a stop signal the run finishes the step, writes a checkpoint and ends. A second signal ends it at once.
@@ -237,7 +235,7 @@ class StopOnBadStep(Observer):
         what = f"the {'loss' if bad_ranks else 'gradient'} of step {step} is not finite"
         what += f" on rank {bad_ranks}" if bad_ranks else ""
         if suspects := [row for _, not_finite in rows for row in not_finite]:
-            what += f"; rows that are not finite alone: {', '.join(map(str, suspects[:SHOWN_ROWS]))}"
+            what += f"; rows that are not finite alone: {', '.join(map(str, suspects[:8]))}"
         return RunError(
             what,
             where=str(self._path),

@@ -60,9 +60,12 @@ def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
         return None, "the model has no output embeddings"
     head, why = LabelHead(model), ""
     try:
-        with eval_mode(model):
-            if not _agrees(model, head):
-                why = "the loss of a few tokens is another one with it"
+        with eval_mode(model), torch.no_grad():
+            ids, labels = proof_rows(model)
+            wide = model(input_ids=ids, labels=labels, use_cache=False).loss
+            narrow = model(input_ids=ids, labels=labels, shift_labels=head.narrow(labels), use_cache=False).loss
+        if not torch.isclose(wide.float(), narrow.float(), rtol=PROOF_TOLERANCE):
+            why = "the loss of a few tokens is another one with it"
     except (RuntimeError, TypeError, ValueError) as error:  # the model hands its scores on in another shape
         if ran_out_of_memory(error):
             raise
@@ -82,14 +85,6 @@ def proof_rows(model: Any) -> tuple[Tensor, Tensor]:
     labels = ids.clone()
     labels[0, : PROOF_TOKENS // 2] = IGNORE_INDEX
     return ids, labels
-
-
-@torch.no_grad()
-def _agrees(model: Any, head: LabelHead) -> bool:
-    ids, labels = proof_rows(model)
-    wide = model(input_ids=ids, labels=labels, use_cache=False).loss
-    narrow = model(input_ids=ids, labels=labels, shift_labels=head.narrow(labels), use_cache=False).loss
-    return bool(torch.isclose(wide.float(), narrow.float(), rtol=PROOF_TOLERANCE))
 
 
 CHUNK_TOKENS = 256

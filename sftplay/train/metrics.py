@@ -38,9 +38,6 @@ part of sending that computing does not cover is taken from DDP's own log and mo
 or a checkpoint that follows a line at the same step belongs to the next line.
 """
 
-SAMPLING_PARTS = ("generation_s", "reward_s")
-"""Parts of a step that only a task with sampled completions has; elsewhere they are left out."""
-
 CURVES = (
     "tokens_per_s", "padded_tokens_per_s", "samples_per_s", "padding_share", "label_tokens", "step_s",
     "exposed_communication_share", "communication_max_s", "model_tflops_per_s", "mfu",
@@ -197,7 +194,7 @@ def describe_ranks(shares: Sequence[RankShare]) -> list[dict[str, Any]]:
 def split_step(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
     """Return mean seconds of a step by part; they add up to all of `seconds` over `steps`."""
     split = {part: sum(seconds.get(phase, 0.0) for phase in phases) for part, phases in STEP_PARTS.items()}
-    split = {part: spent for part, spent in split.items() if spent or part not in SAMPLING_PARTS}
+    split = {part: spent for part, spent in split.items() if spent or part not in ("generation_s", "reward_s")}
     split["other_s"] = max(0.0, sum(seconds.values()) - sum(split.values()))
     return {part: round(spent / max(1, steps), 6) for part, spent in split.items()}
 

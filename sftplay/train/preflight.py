@@ -117,9 +117,6 @@ MUST_AGREE = {
 CHUNK_NUMBERS = 2**22
 """Weights that are summed at a time: a copy in 8 bytes takes 32 MiB, and one of 152,000 x 8192 weights 10 GB."""
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of a number -> the integer that has the same ones."""
-
 
 class Preflight(Observer):
     """Compares plan and reality when everything is built, and writes to status.json what each rank is.
@@ -228,10 +225,10 @@ def checksum(model: Any) -> str:
 
     It sums bytes as integers, modulo 2^64: a sum of floating-point numbers depends on the order.
     """
-    digest = hashlib.sha256()
+    digest, integers = hashlib.sha256(), {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            numbers = parameter.detach().flatten().view(INTEGERS[parameter.element_size()])
+            numbers = parameter.detach().flatten().view(integers[parameter.element_size()])
             sums = torch.stack([chunk.sum(dtype=torch.int64) for chunk in numbers.split(CHUNK_NUMBERS)])
             digest.update(sums.cpu().numpy().tobytes())
     return digest.hexdigest()

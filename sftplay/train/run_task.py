@@ -33,9 +33,6 @@ from sftplay.train.train_run import TrainResult, TrainRun, describe_capacity, de
 from sftplay.train.upstream import gather_zero3_weights
 from sftplay.units import format_count
 
-RESULT_ADAPTERS = ("default", "guide")
-"""Names of the adapters that a run leaves: the first in adapter/ itself, others in folders of their names below it."""
-
 
 def gather_weights(trainer: Any) -> dict[str, dict[str, torch.Tensor]] | None:
     """Gather the weights to save from all ranks, which must all call it; only the main one gets them, by model, "" for
@@ -90,7 +87,12 @@ def save_result(
         for name, part in {"": model, **(others or {})}.items():
             state = weights.get(name) if weights else None
             if not is_full:
-                _save_adapters(part, scratch, base=base, revision=cfg.model.revision, weights=state)
+                # The adapter that KL is measured against is no part of it. PEFT gives all but the first a folder.
+                names = [adapter for adapter in ("default", "guide") if adapter in part.peft_config]
+                for adapter in names:
+                    part.peft_config[adapter].base_model_name_or_path = base
+                    part.peft_config[adapter].revision = cfg.model.revision
+                part.save_pretrained(scratch, state_dict=state, selected_adapters=names)
                 continue
             if state is None:
                 part.to(dtype)
@@ -110,17 +112,6 @@ def save_result(
         shutil.rmtree(folder.path / "base", ignore_errors=True)  # one with rows for new tokens; the result has them
     log.say(f"result: {target}")
     return target
-
-
-def _save_adapters(
-    model: Any, folder: Path, *, base: str, revision: str | None, weights: dict[str, torch.Tensor] | None
-) -> None:
-    # The adapter that KL is measured against is no part of the result. PEFT gives all but the first a folder.
-    names = [name for name in RESULT_ADAPTERS if name in model.peft_config]
-    for name in names:
-        model.peft_config[name].base_model_name_or_path = base
-        model.peft_config[name].revision = revision
-    model.save_pretrained(folder, state_dict=weights, selected_adapters=names)
 
 
 def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> TrainResult:
