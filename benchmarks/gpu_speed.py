@@ -55,8 +55,8 @@ from sftplay.tasks.probe_step import synthetic_rows
 from sftplay.tasks.sft import task as sft
 from sftplay.train.exact_batch import StepSetup
 from sftplay.train.run_task import make_trainable
-from sftplay.train.setup import make_setup
 from sftplay.train.task import Rows, TrainerParts
+from sftplay.train.train_run import make_setup
 
 SEED, RANK, RATE = 7, 16, 1e-4
 WARM, MEASURED = 1, 3

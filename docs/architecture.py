@@ -203,8 +203,8 @@ PDF 20 (34).
 
 Two more were followed by hand, 8 files each (13). `train.learning_rate` from the YAML to the optimizer:
 `commands/train.py`, `config/load.py`, `config/layers.py`, `config/train.py`, `plan/sizing.py`, `plan/decisions.py`,
-`tasks/__init__.py` (the usual rates), `train/setup.py`. SIGUSR1 in a SLURM job until it is queued again: the files of
-its path above.
+`tasks/__init__.py` (the usual rates), `train/train_run.py`. SIGUSR1 in a SLURM job until it is queued again: the
+files of its path above.
 """
 
 FOLDERS = """Floors stand in brackets. The first line of a module says what it is: `head -1 sftplay/data/*.py`.

@@ -23,10 +23,9 @@ STILL_S = 30.0  # after this time the holder of a short lock is taken for a proc
 
 @contextmanager
 def whole_file(path: Path, *, survives_power_cut: bool = True) -> Iterator[Path]:
-    """A scratch path to write to. It replaces `path` when the block ends, and is removed when the block raises.
+    """A scratch path that replaces `path` when the block ends; for a device or a pipe it is that path itself.
 
     Waiting for the disk takes milliseconds. Without it a power cut may leave an empty file; a killed process may not.
-    Where `path` is a device or a pipe, it is that path itself: `/dev/full` stays what it is.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         yield path
@@ -95,11 +94,10 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 @contextmanager
 def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """An empty scratch folder to fill. It becomes `path` when the block ends, and is removed when the block raises.
+    """An empty scratch folder that becomes `path` when the block ends; an older `path` stays until then.
 
-    The scratch folder of a killed process is removed first. Therefore the caller must hold a lock where several
-    processes may come. With `replaces` an older `path` stays until the new one is complete. Raises OSError if `path`
-    exists, and `replaces` is False.
+    The scratch folder of a killed process is removed first: where several processes may come, the caller must hold a
+    lock. Raises OSError if `path` exists, and `replaces` is False.
     """
     scratch = unfinished_folder(path)
     shutil.rmtree(scratch, ignore_errors=True)

@@ -21,6 +21,9 @@ from typing import Any, TextIO
 
 YELLOW, RED, PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
+"""What a write says where nothing can be written: a full disk, a device that is none."""
+
 
 def is_terminal(stream: TextIO) -> bool:
     """True where a line can be written over."""
@@ -35,10 +38,6 @@ def has_colours(stream: TextIO) -> bool:
 def painted(text: str, colour: str, *, stream: TextIO) -> str:
     """The text in a colour where the stream shows colours."""
     return f"{colour}{text}{PLAIN}" if has_colours(stream) else text
-
-
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
-"""What a write says where nothing can be written: a full disk, a device that is none."""
 
 
 def open_closed() -> None:

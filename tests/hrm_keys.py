@@ -23,7 +23,7 @@ from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.tasks.hrm.spec import SPEC
 from sftplay.tasks.hrm.task import build_model, make_rows, open_puzzles
 from sftplay.tasks.hrm.trainer import AdamATan2
-from sftplay.train.fingerprint import starting_weights
+from sftplay.train.checkpointing import starting_weights
 
 Check = Callable[[Any], None]
 

@@ -31,8 +31,6 @@ if "sftplay.tasks.worker" in sys.orig_argv:
 
     def before_step(*_):
         where = mine.pop((now["step"], 0), None)
-        if where == "kill":
-            os.kill(os.getpid(), 9)
         if where == "optimizer":
             marker = os.environ["OUT_OF_MEMORY_ONCE"]
             if not os.path.exists(marker):
@@ -83,7 +81,7 @@ def hooked(folder: Path, failures: list[tuple[int | None, int, int, str]], **mor
 
     Steps and micro-steps count from 1, of all attempts at a step; rank None means every rank. `where` is forward or
     backward; bad loss or bad gradient (numbers that are not finite instead); or with micro-step 0 optimizer (once,
-    whatever is started after it) or kill. What a run remembers of it stays in `folder`. `more` are variables: the rows
+    whatever is started after it). What a run remembers of it stays in `folder`. `more` are variables: the rows
     an evaluation cannot hold (OUT_OF_MEMORY_EVAL_ROWS), gradients that travel within the last piece, which the kit has
     on GPUs only (OUT_OF_MEMORY_OVERLAPS).
     """

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from processes import HANG_S
 
 from sftplay.atomic import is_locked, locked, whole_file, whole_folder, write_bytes, write_text
 
@@ -84,29 +80,6 @@ def test_a_lock_is_released_when_its_process_is_killed(tmp_path, kind):
     with locked(path, waits=False):
         pass
     assert not is_locked(path)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl(2)")
-def test_a_tied_process_dies_with_its_parent_and_says_all_into_one_place(tmp_path):
-    speaks = (
-        "import os, sys, time; print(os.environ['WHO'], flush=True); print(os.getpid(), file=sys.stderr, flush=True); "
-        f"time.sleep({2 * HANG_S})"
-    )
-    code = (
-        "import subprocess, sys; from sftplay.signals import popen_tied\n"
-        f"popen_tied([sys.executable, '-c', {speaks!r}], output=1, env={{'WHO': 'tied'}}).wait()"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "tied\n"
-    pid = int(parent.stdout.readline())
-    assert os.getsid(pid) == pid
-    parent.kill()
-    parent.wait()
-    ready, _, _ = select.select([parent.stdout], [], [], HANG_S)  # its end comes when the tied process has gone, too
-    assert ready
-    assert parent.stdout.read() == ""
-    parent.stdout.close()
 
 
 def test_a_pipe_or_a_device_is_written_to_and_stays_what_it_is(tmp_path):

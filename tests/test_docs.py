@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from sftplay.config.keys import all_keys
-from sftplay.config.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -89,14 +87,3 @@ def test_every_key_that_is_named_is_one_of_the_config(page: Path):
             if first in sections and not is_file and not {name, entry} & (keys | groups | {*OTHERS}):
                 missing.add(name)
     assert missing == set()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_nothing_that_is_there_is_called_missing(page: Path):
-    text = page.read_text(encoding="utf-8")
-    for part in re.findall(r"^#+ (?:Not yet|Not here|Missing)\n(.*?)(?=^#|\Z)", text, re.M | re.S):
-        for code in CODE.findall(part):
-            assert not (ROOT / code).exists(), f"{page.name} calls {code} missing"
-            assert code not in targets() | set(all_keys())
-            if found := re.fullmatch(r"task_mode: (\w+)", code):
-                assert found[1] not in get_args(RunConfig.model_fields["task_mode"].annotation)

@@ -65,7 +65,7 @@ from sftplay.tasks.grpo.task import grpo_arguments
 from sftplay.train.checkpointing import MarkComplete, choose_checkpoint
 from sftplay.train.exact_batch import Replay
 from sftplay.train.gradients import GradientSync
-from sftplay.train.setup import make_setup
+from sftplay.train.train_run import make_setup
 
 CHANGES: dict[str, Any] = {
     "seed": 7,

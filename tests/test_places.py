@@ -15,33 +15,20 @@ from sftplay.places import CACHE, cache_root
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(autouse=True)
-def without_own_cache(monkeypatch):
-    monkeypatch.delenv(CACHE)
-
-
-def test_a_checkout_keeps_its_caches_in_itself(monkeypatch):
+def test_caches_lie_in_a_checkout_else_with_the_user_else_in_the_current_folder(monkeypatch, tmp_path):
+    for name in (CACHE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(ROOT)
     assert cache_root() == Path(".cache")
-
-
-def test_any_other_folder_stays_clean(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home").mkdir()
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_root() == tmp_path / "home/.cache/sftplay"
+    assert cache_root() == tmp_path / ".cache/sftplay"
+    monkeypatch.setenv("HOME", str(tmp_path / "none"))
+    assert cache_root() == Path(".cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_root() == tmp_path / "xdg/sftplay"
     monkeypatch.setenv(CACHE, "mine")
     assert cache_root() == Path("mine")
-
-
-def test_a_home_that_does_not_exist_leaves_the_current_folder(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "none"))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_root() == Path(".cache")
 
 
 FIND = """

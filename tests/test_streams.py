@@ -59,10 +59,9 @@ def test_a_refusal_keeps_its_code_where_it_cannot_be_said(shell):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", ["| head -1", ">&-", ">/dev/full"])
-def test_a_training_whose_output_nobody_reads_goes_on(write_config, streams: str):
+def test_a_training_whose_output_nobody_reads_goes_on(write_config):
     config = write_config(run_name="unread", train__max_steps=1)
-    line = f"{shlex.quote(sys.executable)} -m sftplay train --config {config} {streams}"
+    line = f"{shlex.quote(sys.executable)} -m sftplay train --config {config} | head -1"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", line], cwd=config.parent, env=env, timeout=HANG_S, check=False
@@ -97,15 +96,6 @@ def test_memory_that_a_limit_keeps_from_this_process_is_a_lack_of_the_machine(sh
     done = shell("ulimit -v 400000; sftplay inspect --config run.yaml")
     assert (done.returncode, "Traceback" in done.stderr) == (3, False), done.stderr
     assert "ulimit -v" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "error", [MemoryError(), ImportError("libtorch_cpu.so: failed to map segment from shared object")]
-)
-def test_errors_of_a_process_that_gets_no_memory_are_known(error: Exception):
-    refusal = out_of_ram(error)
-    assert isinstance(refusal, MachineError)
-    assert out_of_ram(ImportError("no module named x")) is None
 
 
 @pytest.mark.parametrize(

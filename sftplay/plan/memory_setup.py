@@ -103,7 +103,7 @@ class MemorySetup:
     shifts_scores: bool = False
     # True where each layer's input and the gradient of it live until backward has ended: torch's first FSDP around
     # frozen layers that are checkpointed with `use_reentrant=True`. Its hook on the input refers to that input's
-    # gradient accumulator, which holds both (torch, `register_multi_grad_hook`; `tests/oracle/test_fsdp.py` shows it).
+    # gradient accumulator, which holds both (torch, `register_multi_grad_hook`).
     holds_inputs: bool = False
     workspace_bytes: int = WORKSPACE_BYTES  # what cuBLAS takes of the allocator's memory
     optimizer: Optimizer = "adamw"

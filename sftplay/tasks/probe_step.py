@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -29,25 +28,28 @@ from sftplay.plan.fit import NoFit, Point, fit
 from sftplay.signals import die_with_parent
 from sftplay.tasks.sft import task as sft
 from sftplay.train.exact_batch import StepSetup
+from sftplay.train.metrics import Observer
 from sftplay.train.micro_batches import MicroBatcher
-from sftplay.train.observer import Observer, StepTrainer
 from sftplay.train.run_task import make_trainable
-from sftplay.train.setup import make_setup
 from sftplay.train.task import Rows, TrainerParts
+from sftplay.train.train_run import make_setup
 
 
-class MemoryGauge(ABC):
-    """Keeps the largest peak of each phase inside a `with`; a subclass says what a peak is."""
+class MemoryGauge:
+    """Keeps the largest peak of each phase inside a `with`: what torch's allocator hands out on this process's GPU.
+
+    A subclass measures another memory.
+    """
 
     def __init__(self) -> None:
         self.peaks_bytes: dict[str, int] = {}
         self._phase: str | None = None
+        self._reserved = 0
 
     def __enter__(self) -> MemoryGauge:
         return self
 
-    def __exit__(self, *_: Any) -> None:  # noqa: B027
-        """Undo nothing."""
+    def __exit__(self, *_: Any) -> None: ...
 
     def enter(self, phase: str | None) -> None:
         """End the phase before; peaks belong to `phase` from now on."""
@@ -63,59 +65,35 @@ class MemoryGauge(ABC):
         taken, self.peaks_bytes = self.peaks_bytes, {}
         return taken
 
-    def follow(self, model: Any) -> None:  # noqa: B027
+    def follow(self, model: Any) -> None:
         """Count what `model` holds already."""
 
-    def wait(self) -> None:  # noqa: B027
-        """Wait until the device is idle."""
-
-    def release_cached(self) -> None:  # noqa: B027
-        """Give back what is only cached."""
-
-    def reserved_bytes(self) -> int | None:
-        """Return the most the allocator has held since `release_cached`; None without one."""
-        return None
-
-    def device(self) -> dict[str, int] | None:
-        """Return total, free and reserved bytes of the device now; None without one."""
-        return None
-
-    @abstractmethod
     def restart(self) -> None:
         """Count peaks from now on."""
-
-    @abstractmethod
-    def peak(self) -> int:
-        """Return the most bytes since `restart`."""
-
-
-class CudaGauge(MemoryGauge):
-    """The memory that torch's allocator hands out on this process's GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._reserved = 0
-
-    def restart(self) -> None:
         self.reserved_bytes()
         torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
+        """Return the most bytes since `restart`."""
         return torch.cuda.max_memory_allocated()
 
     def wait(self) -> None:
+        """Wait until the device is idle."""
         torch.cuda.synchronize()
 
     def release_cached(self) -> None:
+        """Give back what is only cached."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         self._reserved = 0
 
-    def reserved_bytes(self) -> int:
+    def reserved_bytes(self) -> int | None:
+        """Return the most the allocator has held since `release_cached`; None without one."""
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
         return self._reserved
 
-    def device(self) -> dict[str, int]:
+    def device(self) -> dict[str, int] | None:
+        """Return total, free and reserved bytes of the device now; None without one."""
         free, total = torch.cuda.mem_get_info()
         return {"total_bytes": total, "free_bytes": free, "reserved_bytes": torch.cuda.memory_reserved()}
 
@@ -137,7 +115,7 @@ class Request:
     repeats: int = 1
     """Measured steps of each size. One step before them is not measured: the optimizer's state appears in it."""
 
-    gauge: str = f"{__name__}:CudaGauge"  # `module:class` of the gauge
+    gauge: str = f"{__name__}:MemoryGauge"  # `module:class` of the gauge
 
     @property
     def most_rows(self) -> int:
@@ -161,9 +139,8 @@ def main(folder: str) -> int:
 
 
 def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge: MemoryGauge) -> dict[str, Any]:
-    """Return points by micro-batch, and the micro-batch that ran out of memory, if one did.
-
-    `cfg` is resolved; its effective batch and its data have no effect. The gauge also counts the loading of the model.
+    """Return points by micro-batch, and the micro-batch that ran out of memory, if one did. `cfg` is resolved; the
+    gauge also counts the loading of the model.
     """
     sizes = {
         "train.effective_batch_size": request.most_rows * request.micro_batches,
@@ -215,9 +192,8 @@ def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge:
 
 
 def synthetic_rows(cfg: RunConfig, tokenizer: Any, *, count: int) -> Dataset:
-    """Make full rows of ordinary tokens that all have a label: the largest rows that a run can have.
-
-    A block of documents is two of them, where documents are kept apart: then there is a mask.
+    """Make full rows of ordinary tokens that all have a label, the largest that a run can have; a block of documents
+    kept apart is two of them.
     """
     rng, special = random.Random(0), set(tokenizer.all_special_ids)
     # Ids with a meaning of their own in the model, such as the place of an image, are among the special ones.
@@ -230,9 +206,8 @@ def synthetic_rows(cfg: RunConfig, tokenizer: Any, *, count: int) -> Dataset:
 
 
 class ProbeSchedule(Observer):
-    """Says which micro-batch size comes next, tells the gauge the phase of the step, and keeps the points.
-
-    It is also the micro-batcher of the trainer's windows: a step has only as many micro-batches as the request wants.
+    """Says which micro-batch size comes next, tells the gauge the phase of the step, and keeps the points. It is also
+    the micro-batcher of the trainer's windows.
     """
 
     def __init__(self, cfg: RunConfig, request: Request, *, gauge: MemoryGauge) -> None:
@@ -248,7 +223,7 @@ class ProbeSchedule(Observer):
         micro_batcher = MicroBatcher(self.rows, self._cfg.packs_rows, self._cfg.row_tokens)
         return islice(micro_batcher.cut(window), self._request.micro_batches)
 
-    def attach(self, trainer: StepTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Tell the gauge where a forward pass begins, and where a backward pass comes from the loss to the layers."""
         super().attach(trainer)
         model = trainer.model

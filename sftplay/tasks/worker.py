@@ -84,9 +84,8 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
         import_unsloth()
     else:
         leave_out(unneeded(cfg))
-    from sftplay.train.disk import report_full_disk
-    from sftplay.train.guards import StopOnSignal
-    from sftplay.train.setup import refuse_missing_gpu
+    from sftplay.train.guards import StopOnSignal, report_full_disk
+    from sftplay.train.train_run import refuse_missing_gpu
 
     run = find_runner(cfg.task_mode)
     refuse_missing_gpu()
@@ -120,10 +119,7 @@ def _stop(folder: RunFolder, number: int, **more: object) -> int:
 
 
 def find_lost_rank(folder: RunFolder) -> str:
-    """Find a rank of this node that has died and so caused another rank's error; empty when all live.
-
-    After the training the others end, and the main rank goes on alone: their end is no reason for its errors.
-    """
+    """Find a rank of this node that has died and so caused another rank's error; empty when all live."""
     if not is_in_process_group():
         return ""
     ranks = folder.read_json("status.json").get("ranks") or []
@@ -163,9 +159,8 @@ def _fail_with(folder: RunFolder, error: SftplayError) -> int:
 
 
 def _fail(folder: RunFolder, code: int, *, cause: str, text: str, error: dict[str, object] | None = None) -> int:
-    """Write why the run has failed, and show it once even if several ranks fail for one reason; return the exit code.
-
-    A bug after another rank's failure counts as its consequence and goes to this rank's log only.
+    """Write why the run has failed, and show it once even if several ranks fail for one reason; return the exit code. A
+    bug after another rank's failure is its consequence and goes to this rank's log only.
     """
     status: dict[str, object] = {}
     with locked_if_possible(folder.logs):

@@ -1,25 +1,31 @@
-"""Marks the Trainer's checkpoints complete, and chooses the one to resume from."""
+"""The fingerprint of a run, its checkpoints marked complete with it, and the choice of the one to resume from."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import pickle
 import random
 import struct
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
-from sftplay import log
+from sftplay import __version__, log
 from sftplay.atomic import use_umask
+from sftplay.config.keys import DRAWN, SIZES, differences, held_out_decides, values_that_decide_weights
 from sftplay.config.run import RunConfig
+from sftplay.config.section import find_spec
+from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, RunError, SftplayError
 from sftplay.launch.checkpoints import (
     find_damage,
@@ -31,13 +37,128 @@ from sftplay.launch.checkpoints import (
     set_aside,
 )
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.source import describe_pickle
-from sftplay.train.disk import check_room, checkpoint_bytes
+from sftplay.model.source import describe_pickle, locate
+from sftplay.model.weights_digest import weights_digest, weights_digests
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.fingerprint import config_changes, data_changes, weights_changes
-from sftplay.train.guards import StopOnBadStep, StopOnSignal
-from sftplay.train.metrics import MetricsWriter, print_progress
-from sftplay.train.observer import Observer
+from sftplay.train.guards import StopOnBadStep, StopOnSignal, check_room, checkpoint_bytes
+from sftplay.train.metrics import MetricsWriter, Observer, print_progress
+from sftplay.train.task import Rows
+
+if TYPE_CHECKING:
+    from sftplay.model.new_tokens import NewToken
+
+
+BATCH_ROWS = 1000
+
+
+def describe_renderer(renderer: Renderer) -> dict[str, Any]:
+    """Return what a renderer adds to the fingerprint and the manifest of a run."""
+    return {
+        "template_sha256": renderer.template_hash,
+        "tokenizer_sha256": hashlib.sha256(renderer.recipe().tokenizer.encode()).hexdigest(),
+        "mask_method": renderer.method,
+    }
+
+
+def compute_fingerprint(cfg: RunConfig, rows: Rows, *, new_tokens: Sequence[NewToken] = ()) -> dict[str, Any]:
+    """Return config, files, rows, template, tokenizer, starting weights, processes and kit of this run; plain JSON."""
+    digests = [rows.order.digest if rows.order else rows_digest(part) for part in (rows.train, rows.held_out)]
+    return {
+        "kit": __version__,
+        "config": values_that_decide_weights(cfg),
+        "world_size": log.world_size(),
+        "data_files": rows.report["files"],
+        "rows": len(rows.train),
+        "rows_sha256": digests[0],
+        "held_out_sha256": digests[1] if rows.held_out is not None else None,
+        "template_sha256": rows.recipe.get("template_sha256"),
+        "tokenizer_sha256": rows.recipe.get("tokenizer_sha256"),
+        "new_tokens": {token.content: token.id for token in new_tokens},
+        "weights": starting_weights(cfg),
+    }
+
+
+def starting_weights(cfg: RunConfig) -> dict[str, str]:
+    """Map each file of weights that the run starts from to its digest; empty where it starts from its seed."""
+    if not cfg.task.reads_text:
+        start = find_spec(cfg).start_from(cfg)
+        return {} if start is None else {start: weights_digest(Path(start))}
+    return weights_digests(locate(cfg.model.name)) | weights_digests(cfg.model.adapter)
+
+
+def weights_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line for each changed file of the base, or of the adapter that the run starts from."""
+    if "weights" not in before or "weights" not in now:
+        return []
+    old, new = before["weights"], now["weights"]
+    return [
+        f"{path} has changed (content {_shorten(old.get(path))} then, {_shorten(new.get(path))} now)"
+        for path in sorted({*old, *new})
+        if old.get(path) != new.get(path)
+    ]
+
+
+def rows_digest(rows: Any) -> str:
+    """Return a hex sha256 of all token ids and labels, row by row; it does not depend on how they are stored."""
+    digest = hashlib.sha256()
+    tables = [] if rows is None else rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(BATCH_ROWS)
+    for table in tables:
+        for chunk in (chunk for name in table.column_names for chunk in table[name].chunks):
+            for numbers in (chunk.value_lengths(), chunk.flatten()):
+                digest.update(numbers.cast(pa.int64()).to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()
+
+
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized: bool = False) -> list[str]:
+    """Return a line for each config key, and for the number of processes, that makes this another run.
+
+    `resized` allows other sizes and another number of processes: the launching command keeps the sizes of the first
+    start unless they do not fit this machine or that number.
+    """
+    if "config" not in before or "config" not in now:
+        return []
+    changed = [
+        f"{key} was {old!r} and is {new!r} now"
+        for key, old, new in differences(before["config"], now["config"])
+        if not (resized and key in (*SIZES, DRAWN))
+    ]
+    if before.get("world_size") not in (None, now["world_size"]) and not resized:
+        changed.append(f"it ran on {before['world_size']} processes and runs on {now['world_size']} now")
+    return changed
+
+
+def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return lines that say why the rows have changed, their own digests last; empty when every token is the same."""
+    if "rows_sha256" not in before or "rows_sha256" not in now:
+        return []
+    compared = {"rows_sha256": "training rows"}
+    if held_out_decides(now["config"]):
+        compared["held_out_sha256"] = "held-out rows"
+    lines = [
+        f"{what}: fingerprint {_shorten(before[key])} then, {_shorten(now[key])} now"
+        for key, what in compared.items()
+        if before[key] != now[key]
+    ]
+    if not lines:
+        return []
+    if before["rows"] != now["rows"]:
+        lines[0] += f", {before['rows']:,} then, {now['rows']:,} now"
+    causes = [
+        f"{path} has changed (content {_shorten(old)} then, {_shorten(now['data_files'].get(path))} now)"
+        for path, old in before["data_files"].items()
+        if now["data_files"].get(path) != old
+    ]
+    for key, what in (("tokenizer_sha256", "tokenizer"), ("template_sha256", "chat template")):
+        if before[key] != now[key]:
+            causes.append(f"the {what} has changed ({_shorten(before[key])} then, {_shorten(now[key])} now)")
+    if before["kit"] != now["kit"]:
+        causes.append(f"the kit was {before['kit']} and is {now['kit']} now")
+    return [*causes, *lines]
+
+
+def _shorten(digest: str | None) -> str:
+    return digest[:12] if digest else "none"
+
 
 STATE, ODD = "trainer_state.json", "is not what the Trainer writes"
 
@@ -61,7 +182,7 @@ PICKLE_ERRORS = (
 
 
 def find_unreadable(checkpoint: Path) -> str:
-    """Return the first file of an undamaged checkpoint that the Trainer could not go on from, and why; empty without.
+    """Return the first file of a checkpoint that the Trainer could not go on from, and why; empty without one.
 
     Tensors of pickles are mapped, not read: an optimizer's state may be as large as memory.
     """
@@ -125,11 +246,9 @@ def _are_random_states(content: dict[str, Any]) -> bool:
 
 
 class MarkComplete(Observer):
-    """Checks the room on the disk before a save, and marks the checkpoint complete after it.
+    """Checks the room on the disk before a save, and marks the checkpoint complete after it, while all ranks wait.
 
-    All ranks wait while the main one syncs the files to disk, marks the checkpoint and removes old ones. A resume
-    compares `facts`; `limit` checkpoints are kept. A thread notes steps in status.json, so that a step waits
-    for no more than the note before it.
+    A thread notes steps in status.json, so that a step waits for no more than the note before it.
     """
 
     def __init__(
@@ -200,12 +319,8 @@ class MarkComplete(Observer):
 def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any]) -> Path | None:
     """Choose the checkpoint that `train.resume` asks for; None to start from the beginning.
 
-    `facts` are those of this run, which `MarkComplete` would write.
-
-    Raises:
-        ConfigError: the path is no complete checkpoint, or config or starting weights have changed since.
-        DataError: the rows have changed since.
-        RunError: it belongs to another order of the rows. In all three cases it would not be the same run.
+    Raise ConfigError, DataError or RunError where the path is no complete checkpoint, or config, starting weights, rows
+    or their order have changed since: it would not be the same run.
     """
     wanted = cfg.train.resume
     if wanted == "never":
@@ -254,10 +369,8 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
 
 
 def accept_numbered_cpus() -> None:
-    """Let torch.load put tensors on `cpu:0`.
-
-    Several processes that resume on CPUs ask for it, because accelerate gives the only device a number (transformers
-    5.17, `_load_optimizer_and_scheduler`; 5.23 no longer asks).
+    """Let torch.load put tensors on `cpu:0`, for which several processes that resume on CPUs ask (transformers 5.17,
+    `_load_optimizer_and_scheduler`; 5.23 no longer does).
     """
     torch.serialization.register_package(
         priority=100,

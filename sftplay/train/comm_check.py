@@ -105,20 +105,15 @@ def check_sum(size_bytes: int, device: torch.device, *, reduce: Reduce) -> None:
 
 def median_s(exchange: Callable[[], Any], device: torch.device, *, size_bytes: int) -> float:
     """Return the median seconds of `exchange`, the device's own work included, after a warm-up."""
-    taken = []
+    taken, wait = [], partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     for n in range(WARM_UP + (25 if size_bytes <= 2**20 else 7)):  # large sizes take long and vary little
-        _wait(device)
+        wait()
         start = time.perf_counter()
         exchange()
-        _wait(device)
+        wait()
         if n >= WARM_UP:
             taken.append(time.perf_counter() - start)
     return statistics.median(taken)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ import torch
 
 
 class RandomState:
-    """The state of this rank's random numbers: Python's, numpy's, torch's on the CPU and on this process's GPU.
-
-    The gradient scaler's state needs no copy: it changes only when gradients are unscaled, after the last micro-batch.
-    """
+    """The state of this rank's random numbers: Python's, numpy's, torch's on the CPU and on this process's GPU."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()

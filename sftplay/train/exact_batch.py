@@ -31,6 +31,7 @@ from sftplay.model.out_of_memory import (
 from sftplay.train.eval_mode import RandomState, random_numbers_kept
 from sftplay.train.gradients import average_gradients, gradient_norm, wants_overlap
 from sftplay.train.loss_heads import prove_label_head
+from sftplay.train.metrics import StepCounts
 from sftplay.train.micro_batches import (
     Batch,
     MicroBatcher,
@@ -44,7 +45,6 @@ from sftplay.train.micro_batches import (
     on_device,
     split_by_source,
 )
-from sftplay.train.observer import StepCounts
 from sftplay.train.upstream import find_attention
 
 ADVICE = (
@@ -106,18 +106,20 @@ class StepSetup:
     source_names: tuple[str, ...] = ()  # names of a mixture's sources, in the order of their numbers
 
 
-class StepTrainerMixin:
-    """Counts for a line of metrics, and a backward pass without communication; comes before transformers' Trainer.
+if TYPE_CHECKING:
+    from transformers import Trainer as Base  # the trainer that comes after the mixin
+else:
+    Base = object
 
-    Tasks whose steps are their own (hrm, score) provide by it what `observer.StepTrainer` asks for.
-    """
 
-    accelerator: Any
-    model_wrapped: Any
+class StepTrainerMixin(Base):
+    """What callbacks ask a trainer for, also where a task's steps are its own (hrm, score); comes before transformers'
+    Trainer."""
 
     def __init__(self, step: StepSetup, **named: Any) -> None:
         super().__init__(**named)
-        self.heartbeat, self.micro_batcher, self.replay = step.heartbeat, step.micro_batcher, None
+        self.heartbeat, self.micro_batcher = step.heartbeat, step.micro_batcher
+        self.replay: Replay | None = None
         self.source_names: tuple[str, ...] = ()
         self.held_out_sources: dict[str, dict[str, float]] = {}
         self.counts = StepCounts()
@@ -155,30 +157,20 @@ class StepTrainerMixin:
         self.heartbeat.enter("forward")
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer as Base  # the trainer that comes after the mixin
-else:
-    Base = object
-
-
-class ExactBatchMixin(Base):
+class ExactBatchMixin(StepTrainerMixin):
     """Runs before a TRL trainer's own methods: `class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer)`."""
 
     def __init__(self, step: StepSetup, *, model: Any, **named: Any) -> None:
         # TRL makes the adapter of a 4-bit base bf16.
         with trained_weights_kept(model) if hasattr(model, "get_base_model") else nullcontext():
-            super().__init__(model=model, **named)
-        self.micro_batcher, self.replay, self.heartbeat = step.micro_batcher, step.replay, step.heartbeat
-        self.counts = StepCounts()
-        self.last_loss: Any = 0.0
+            super().__init__(step, model=model, **named)
+        self.replay, self.source_names = step.replay, step.source_names
         self.clipped_norm: Tensor | None = None  # of this step's gradients, where they are clipped by it
         self.last_windows: list[Batch] = []  # the rows of this rank's last step
         self._accumulated_step, args, model = -1, self.args, self.model
         # In fp16 DeepSpeed's own scaler skips steps that are not finite.
         self._check_loss = step.check_loss if self.is_deepspeed_enabled and not args.fp16 else None
         self._agreement = Agreement(args.device)
-        self.source_names = step.source_names
-        self.held_out_sources: dict[str, dict[str, float]] = {}
         self._source_sums = torch.zeros(len(step.source_names), 2, dtype=torch.float64)  # of losses and label tokens
         self.held_out_labels_per_row = labels_per_row(named.get("eval_dataset"))
         self.eval_batches = AdaptiveBatches(args.per_device_eval_batch_size, "the evaluation")
@@ -205,9 +197,8 @@ class ExactBatchMixin(Base):
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """Run forward and backward over all micro-batches of the window; return the sum of their losses.
 
-        A micro-batch that sends gradients to other ranks while it computes is not run again: a rank that fails inside
-        it would leave the others waiting. With a replay that sends gradients afterwards there is none of these. Raise
-        OutOfMemory where memory does not suffice for a single row of the window.
+        A micro-batch that sends gradients while it computes is not run again: the other ranks would wait for them.
+        Raise OutOfMemory where memory does not suffice for a single row of the window.
         """
         count_rows(self.counts, inputs)
         if self.micro_batcher is None:
@@ -269,11 +260,6 @@ class ExactBatchMixin(Base):
     def _save_checkpoint(self, *given: Any) -> None:
         with random_numbers_kept():
             super()._save_checkpoint(*given)
-
-    def take_counts(self) -> StepCounts:
-        """Return the counts so far; counting starts again from zero."""
-        taken, self.counts = self.counts, StepCounts()
-        return taken
 
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Return nothing beyond the figures of every task."""
@@ -404,4 +390,4 @@ class ExactBatchMixin(Base):
                 loss_sum = loss.detach().double() * (label_tokens / processes)
                 self.counts.add_loss(loss_sum)
                 if source is not None:
-                    self.counts.of_source(source).add_loss(loss_sum)
+                    self.counts.sources[source].add_loss(loss_sum)

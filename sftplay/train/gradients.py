@@ -12,18 +12,18 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from sftplay import log
-from sftplay.config.cluster import SHARDED, CommConfig
+from sftplay.config.cluster import SHARDED
 from sftplay.config.run import RunConfig
 from sftplay.heartbeat import Heartbeat
-from sftplay.train.observer import Observer, StepTrainer
+from sftplay.train.metrics import Observer
 
 
 def average_gradients(model: Any, *, others: Sequence[Any] = ()) -> None:
     """Replace every rank's gradients by their mean over the ranks; a missing gradient counts as zero.
 
-    All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel, and `others` are
-    weights that train outside of it. Gradients are sent in buckets of DDP's own size, which is also all the memory that
-    sending takes. Those of weights in shards were averaged by the backward pass.
+    All ranks call it with the same trainable weights: those of the DistributedDataParallel `model`, and `others`
+    outside of it. They are sent in buckets of DDP's own size. Those of weights in shards were averaged by the backward
+    pass.
     """
     _reduce(model, others=others, divisor=torch.distributed.get_world_size())
 
@@ -70,16 +70,6 @@ def wants_overlap(cfg: RunConfig) -> bool:
     return comm.hook != "none" or comm.static_graph or is_large
 
 
-def choose_hook(handler: Any, comm: CommConfig) -> None:
-    """Set the compression of `comm.hook` on accelerate's DDP handler. Call it before the trainer wraps the model."""
-    if comm.hook != "none":
-        handler.comm_hook = DDPCommunicationHookType("power_sgd" if comm.hook == "powersgd" else comm.hook)
-    if comm.hook == "powersgd":
-        # The first two steps send gradients uncompressed, because DDP rebuilds its buckets in them (torch 2.13,
-        # powerSGD_hook.py).
-        handler.comm_state_option = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
-
-
 def exposed_s(ddp_log: dict[str, Any]) -> float:
     """Return the seconds of the last step in which gradients were sent and nothing was computed, from DDP's own log.
 
@@ -101,10 +91,15 @@ class GradientSync(Observer):
         self._exposed_s = self._all_s = 0.0
         self._logged_step = 0
 
-    def attach(self, trainer: StepTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         super().attach(trainer)
-        if self._is_ddp:
-            choose_hook(trainer.accelerator.ddp_handler, self.comm)
+        hook, handler = self.comm.hook, trainer.accelerator.ddp_handler
+        if self._is_ddp and hook != "none":
+            handler.comm_hook = DDPCommunicationHookType("power_sgd" if hook == "powersgd" else hook)
+        if self._is_ddp and hook == "powersgd":
+            # The first two steps send gradients uncompressed, because DDP rebuilds its buckets in them (torch 2.13,
+            # powerSGD_hook.py).
+            handler.comm_state_option = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._logged_step = state.global_step
@@ -119,10 +114,7 @@ class GradientSync(Observer):
         if self.trainer.replay:
             log.say("  running out of memory in that micro-batch restarts the run; any other one is run again, smaller")
         if hook == "powersgd":
-            lossy = (
-                "PowerSGD is lossy, keeps one more copy of the gradients, and does not save its state in checkpoints"
-            )
-            log.say(f"  {lossy}")
+            log.say("  PowerSGD is lossy, keeps one more copy of the gradients, and saves no state in checkpoints")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._overlaps():
@@ -153,9 +145,8 @@ CHUNK = 2**10  # how many squares are added up in fp32 at a time
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the 2-norm of all gradients together, fp32 []. With sharded gradients every rank must call it.
 
-    On a CPU torch adds up the squares of a whole tensor in fp32, one after another. That loses 1e-4 of the norm at 1.5
-    million numbers and 5e-4 at 10 million (torch 2.13, `linalg.vector_norm` compared with fp64). Here short chunks are
-    added up in fp32, and their sums in fp64.
+    On a CPU torch adds up a whole tensor in fp32, which loses 5e-4 of the norm at 10 million numbers (torch 2.13). Here
+    short chunks are added up in fp32, and their sums in fp64.
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

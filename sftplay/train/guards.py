@@ -1,43 +1,153 @@
-"""End a run in good order: after a signal or at its time limit with a checkpoint, at a bad step without one."""
+"""End a run in good order: at a signal, its time limit or a bad step, and before the disk is full."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
-import os
+import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback
+from safetensors import SafetensorError
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from sftplay import log
 from sftplay.atomic import read_object, write_text
 from sftplay.errors import ConfigError, RunError
 from sftplay.heartbeat import Heartbeat
+from sftplay.launch.checkpoints import is_marked, list_checkpoints, list_marked
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.signals import Echoes, StopAtOnce, catch_signals
-from sftplay.train.disk import checkpoint_bytes
 from sftplay.train.gradients import rough_gradient_norm
-from sftplay.train.observer import Observer, StepTrainer
+from sftplay.train.metrics import Observer
 from sftplay.units import format_seconds, parse_seconds
+
+WRITE_FAILED = ("while serializing", "PytorchStreamWriter", "unexpected pos", "iostream error")
+"""Texts in errors when a file cannot be written: of safetensors, whose errors of reading have another text, and of
+torch.save (caffe2/serialize/inline_container.cc)."""
+
+SMALL_FILES_BYTES = 1 << 16  # room for status.json, metrics.jsonl and logs next to a checkpoint
+
+FIX = "make room, then continue with `make resume`; the last complete checkpoint is untouched"
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files below `folder`."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def checkpoint_bytes(checkpoints: Path, model: Any, *, optimizer: Any) -> int:
+    """Return the size of the next checkpoint: that of the newest complete one; without one, the size of its tensors."""
+    if complete := list_marked(checkpoints):
+        return folder_bytes(complete[-1])
+    states = (value for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes"))
+    return trained_bytes(model) + sum(int(state.nbytes) for state in states)
+
+
+def trained_bytes(model: Any) -> int:
+    """Return the size of the weights that train."""
+    return sum(int(weight.nbytes) for weight in model.parameters() if weight.requires_grad)
+
+
+def check_room(checkpoints: Path, size_bytes: int) -> None:
+    """Raise RunError where there is no room for a checkpoint of this size and the small files next to it."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(checkpoints).free, size_bytes + SMALL_FILES_BYTES
+    if free < needed:
+        raise RunError(
+            f"the disk is too full for the next checkpoint: {needed:,} bytes needed, {free:,} free",
+            where=str(checkpoints),
+            fix=FIX,
+        )
+
+
+@contextmanager
+def report_full_disk(folder: Path) -> Iterator[None]:
+    """Turn a failed write into a RunError with its remedy, and remove half-written files in the run's `folder`.
+
+    A full disk raises one of three errors: OSError, safetensors' own error, and a RuntimeError of torch.save.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if not isinstance(error, OSError) and not any(sign in str(error) for sign in WRITE_FAILED):
+            raise
+        room = ""
+        if not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            checkpoints = folder / "checkpoints"
+            room = f"{shutil.disk_usage(folder).free:,} bytes free"
+            if complete := list_marked(checkpoints):
+                room = f"a checkpoint needs {folder_bytes(complete[-1]):,} bytes, {room}"
+            unmarked = [checkpoint for checkpoint in list_checkpoints(checkpoints) if not is_marked(checkpoint)]
+            for unfinished in (*unmarked, folder / ".adapter.part", folder / ".model.part"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+        where = getattr(error, "filename", None) or folder
+        what = f"writing failed ({str(error).splitlines()[0]}){f': {room}' if room else ''}"
+        raise RunError(what, where=str(where), fix=FIX) from error
+
+
+class WarnOfFullDisk(TrainerCallback):
+    """Warns once, while there is time, that the disk will be full before the end of the run.
+
+    The prediction counts the `limit` checkpoints that are kept, the result, and the other files on the disk, which go
+    on growing at the rate since the first prediction. It is made after the first step, when the optimizer's states
+    exist, and after each checkpoint, behind the callback that removes old ones.
+    """
+
+    def __init__(self, checkpoints: Path, limit: int) -> None:
+        self.checkpoints, self.limit = checkpoints, limit
+        self._first: tuple[int, int] | None = None
+        """Step of the first prediction, and the bytes that were free then or held by checkpoints."""
+
+        self._warned = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if self._first is None and not control.should_save:
+            self._predict(state, more["model"], optimizer=more["optimizer"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._predict(state, more["model"], optimizer=more["optimizer"])
+
+    def _predict(self, state: Any, model: Any, *, optimizer: Any) -> None:
+        if self._warned or not log.is_main():
+            return
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        free, held = shutil.disk_usage(self.checkpoints).free, folder_bytes(self.checkpoints)
+        step, steps_left = state.global_step, state.max_steps - state.global_step
+        self._first = self._first or (step, free + held)
+        others = max(0, self._first[1] - free - held) * steps_left // max(1, step - self._first[0])
+        size = checkpoint_bytes(self.checkpoints, model, optimizer=optimizer)
+        kept = len(list_marked(self.checkpoints))
+        saves = math.ceil(steps_left / state.save_steps)
+        # A new checkpoint is complete before an old one is removed.
+        growth = size * max(min(saves, self.limit + 1 - kept), min(saves, 1))
+        result = trained_bytes(model)
+        needed = growth + result + others + SMALL_FILES_BYTES
+        if free < needed:
+            self._warned = True
+            log.say(
+                f"warning: the disk will be full before step {state.max_steps}: {free:,} bytes free, {needed:,} needed"
+                f" (checkpoints {growth:,} at {size:,} each, result {result:,}, growth of other files {others:,});"
+                f" make room on {self.checkpoints}, or lower train.save_total_limit"
+            )
+
 
 FP16_PATIENCE = 16
 """Steps in a row that an fp16 run may skip. The gradient scaler begins at 2^16 and halves its scale once a step."""
-
-SHOWN_ROWS = 8  # number of row ids in an error's text; all of them are in its file
 
 
 class StopOnSignal(Observer):
     """After a stop signal the run finishes the step, writes a checkpoint and ends. A second signal ends it at once.
 
-    Ranks agree at the end of a step. Otherwise one could wait in a collective operation for another that has ended.
-    `outside` handles signals before the first step and after the last. Without it no handler is installed.
+    Ranks agree at the end of a step. `outside` handles signals before the first step and after the last; without it no
+    handler is installed.
     """
 
     def __init__(self, outside: StopAtOnce | None = None) -> None:
@@ -88,9 +198,8 @@ class StopOnSignal(Observer):
 class StopOnBadStep(Observer):
     """Ends the run before the optimizer takes a step whose loss or gradient is not finite on some rank.
 
-    It checks in on_pre_optimizer_step, which all ranks reach. Therefore all stop together, and none waits in a
-    collective operation. A check on logs would come after the weights are damaged. In fp16 the gradient scaler skips
-    such steps by itself and lowers its scale. There the run ends only after so many of them that no scale can help.
+    It checks in on_pre_optimizer_step, which all ranks reach, so that none waits for another. In fp16 the gradient
+    scaler skips such steps and lowers its scale: there the run ends after so many of them that no scale can help.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,7 +235,7 @@ class StopOnBadStep(Observer):
         what = f"the {'loss' if bad_ranks else 'gradient'} of step {step} is not finite"
         what += f" on rank {bad_ranks}" if bad_ranks else ""
         if suspects := [row for _, not_finite in rows for row in not_finite]:
-            what += f"; rows that are not finite alone: {', '.join(map(str, suspects[:SHOWN_ROWS]))}"
+            what += f"; rows that are not finite alone: {', '.join(map(str, suspects[:8]))}"
         return RunError(
             what,
             where=str(self._path),
@@ -200,24 +309,11 @@ def find_deadline(
     return deadline
 
 
-def process_start_s() -> float:
-    """Return when this process began, in seconds of the epoch; the present time when the system does not say.
-
-    Source: proc_pid_stat(5), field 22, in ticks since the machine was started.
-    """
-    stat = Path("/proc/self/stat")
-    if not stat.exists():
-        return time.time()
-    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-
-
 class StopInTime(Observer):
     """Sets `stop.received` to SIGUSR1 when another step might leave too little time for the checkpoint after it.
 
-    The main rank decides before the end of the step, where all ranks ask `stop`. This callback comes after the one that
-    marks checkpoints complete, because that time belongs to the save. The time of the first checkpoint is estimated
-    from its bytes, that of the first evaluation of a resumed run from those that earlier attempts have written down.
+    The main rank decides before the end of the step, where all ranks ask `stop`. It comes after the callback that marks
+    checkpoints complete. The first checkpoint's time is estimated from its bytes.
     """
 
     def __init__(self, deadline: Deadline, stop: StopOnSignal, *, clock: Callable[[], float] = time.time) -> None:
@@ -226,7 +322,7 @@ class StopInTime(Observer):
         self._since_s, self._least_s, self._estimated_save_s = clock(), LEAST_S, 0.0
         self._measuring: list[Observer] = []
 
-    def attach(self, trainer: StepTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         super().attach(trainer)
         self._measuring = [found for found in trainer.callback_handler.callbacks if isinstance(found, Observer)]
 

@@ -28,12 +28,11 @@ class LabelHead:
 
     def __init__(self, model: Any) -> None:
         self._positions: Tensor | None = None
-        self._handle = model.get_output_embeddings().register_forward_pre_hook(self._select)
+        self.handle = model.get_output_embeddings().register_forward_pre_hook(self._select)
 
     def narrow(self, labels: Tensor) -> Tensor:
-        """Let only the positions before a label reach the head from now on; return the labels in that order.
-
-        `labels` int64 [rows, tokens] -> int64 [1, labelled], for the model's argument `shift_labels`.
+        """Let only the positions before a label reach the head from now on; return the labels in that order: int64
+        [rows, tokens] -> int64 [1, labelled], for the model's argument `shift_labels`.
         """
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(-1)
         positions = (shifted != IGNORE_INDEX).nonzero().squeeze(1)
@@ -46,10 +45,6 @@ class LabelHead:
         """Let all positions reach the head from now on, as generation needs it."""
         self._positions = None
 
-    def remove(self) -> None:
-        """Take the hook off the model."""
-        self._handle.remove()
-
     def _select(self, _head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._positions is None:
             return None
@@ -58,18 +53,19 @@ class LabelHead:
 
 
 def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
-    """Return a label head for `model`; or None, and why: its scores are computed where the hook does not reach.
-
-    The proof: the loss of a few tokens is the same with it and without it. Raise RuntimeError where memory ran out in
-    it, which says nothing about the model.
+    """Return a label head for `model` with which the loss of a few tokens is the same; or None, and why there is none.
+    Raise RuntimeError where memory ran out, which says nothing about the model.
     """
     if model.get_output_embeddings() is None:
         return None, "the model has no output embeddings"
     head, why = LabelHead(model), ""
     try:
-        with eval_mode(model):
-            if not _agrees(model, head):
-                why = "the loss of a few tokens is another one with it"
+        with eval_mode(model), torch.no_grad():
+            ids, labels = proof_rows(model)
+            wide = model(input_ids=ids, labels=labels, use_cache=False).loss
+            narrow = model(input_ids=ids, labels=labels, shift_labels=head.narrow(labels), use_cache=False).loss
+        if not torch.isclose(wide.float(), narrow.float(), rtol=PROOF_TOLERANCE):
+            why = "the loss of a few tokens is another one with it"
     except (RuntimeError, TypeError, ValueError) as error:  # the model hands its scores on in another shape
         if ran_out_of_memory(error):
             raise
@@ -77,7 +73,7 @@ def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
     finally:
         head.widen()
     if why:
-        head.remove()
+        head.handle.remove()
         return None, why
     return head, ""
 
@@ -91,14 +87,6 @@ def proof_rows(model: Any) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-@torch.no_grad()
-def _agrees(model: Any, head: LabelHead) -> bool:
-    ids, labels = proof_rows(model)
-    wide = model(input_ids=ids, labels=labels, use_cache=False).loss
-    narrow = model(input_ids=ids, labels=labels, shift_labels=head.narrow(labels), use_cache=False).loss
-    return bool(torch.isclose(wide.float(), narrow.float(), rtol=PROOF_TOLERANCE))
-
-
 CHUNK_TOKENS = 256
 """Tokens whose scores exist at a time on a CPU. `plan.memory` counts with it."""
 
@@ -109,8 +97,7 @@ SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 def put_chunked_head(model: Any, *, proves: bool) -> None:
     """Let the causal `model`, given labels, compute its loss in chunks from now on; without labels it is as before.
 
-    With `proves` a few tokens show that the loss is the model's own. They cannot where weights are sharded. Raise
-    ConfigError where the loss of this model cannot be computed so.
+    With `proves` a few tokens show that the loss is the model's own. Raise ConfigError where it cannot be computed so.
     """
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise _refusal("the adapter has a pair on the output head, which a loss in chunks passes over")

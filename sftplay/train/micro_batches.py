@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset
 
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError
 from sftplay.train.eval_mode import eval_mode
 from sftplay.train.loss_heads import PROOF_TOLERANCE
-from sftplay.train.observer import StepCounts
+from sftplay.train.metrics import StepCounts
 from sftplay.train.upstream import find_attention
 
 Batch = dict[str, Tensor]
@@ -53,16 +54,14 @@ def count_rows(counts: StepCounts, batch: Batch) -> None:
     counts.rows += batch["row"].tolist()
     if "source" in batch:
         for source, tokens, learned in zip(batch["source"].tolist(), lengths, labels, strict=True):
-            counts.of_source(source).tokens += tokens
-            counts.of_source(source).label_tokens += learned
+            counts.sources[source].tokens += tokens
+            counts.sources[source].label_tokens += learned
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Joins rows of token ids into one padded window.
-
-    Gives `input_ids`, `attention_mask`, `labels`: int64 [rows, tokens], and `row`: int64 [rows]. Rows that hold several
-    documents bring `position_ids`, rows of a mixture their `source`; both then are in the window too.
+    """Joins rows of token ids into one padded window: `input_ids`, `attention_mask`, `labels` int64 [rows, tokens],
+    `row` int64 [rows], with `position_ids` where rows hold several documents and `source` where they are mixed.
     """
 
     pad_token_id: int
@@ -93,8 +92,7 @@ class Collator:
 class MicroBatcher:
     """Cuts windows into micro-batches of at most `micro_batch` rows: rows of data or, packed, up to `max_tokens` each.
 
-    With `budget_tokens` a micro-batch has as many rows of data as keep rows x longest row within the budget, and at
-    least one.
+    With `budget_tokens` each has as many rows as keep rows x longest row within the budget, and at least one.
     """
 
     micro_batch: int
@@ -105,8 +103,7 @@ class MicroBatcher:
     def cut(self, window: Batch) -> Iterator[Batch]:
         """Yield micro-batches of a collated window, longest rows first, so that one that is too large fails at once.
 
-        They hold `input_ids`, `labels` and `attention_mask`. Packed ones hold `position_ids` instead of the mask,
-        which start from 0 at each row of data: attention then stays inside each row. The rows of a mixture are cut
+        Packed ones hold `position_ids` instead of the mask, from 0 at each row of data. Rows of a mixture are cut
         source by source, and each micro-batch holds its `source`.
         """
         lengths = window["attention_mask"].sum(1)
@@ -151,8 +148,7 @@ class MicroBatcher:
 def first_fit(lengths: Sequence[int], order: Sequence[int], *, room: int) -> list[list[int]]:
     """Put rows into groups of at most `room` tokens; each row goes into the first group with room for it.
 
-    With `order` by falling length this is first-fit decreasing, which needs at most 11/9 of the fewest groups and a few
-    more (Johnson 1973). A row longer than `room` gets a group of its own.
+    With `order` by falling length it needs at most 11/9 of the fewest groups (Johnson 1973). A longer row is alone.
     """
     groups: list[list[int]] = []
     left: list[int] = []
@@ -186,10 +182,8 @@ def _pack(window: Batch, lengths: list[int], *, groups: list[list[int]]) -> Batc
 
 
 def labels_per_row(rows: Any) -> float:
-    """Return the mean count of label tokens in the held-out rows; 0 without any. A row's first token predicts no label.
-
-    Rows may know the sum of their label tokens as `label_tokens`. With the result the Trainer's mean over rows becomes
-    the exact mean over label tokens.
+    """Return the mean count of label tokens in the held-out rows; 0 without any. With it the Trainer's mean over rows
+    becomes the exact mean over label tokens.
     """
     if rows is None or len(rows) == 0:
         return 0.0
@@ -224,41 +218,18 @@ def gather_source_losses(sums: Tensor, names: Sequence[str], *, device: torch.de
     }
 
 
-class HeldOutBlocks:
-    """The held-out blocks of all sources, one source after the other, as a map-style data set."""
-
-    def __init__(self, sources: Sequence[Any], *, n_rows: int | None = None) -> None:
-        self._sources = sources
-        self._n_blocks = sum(len(blocks) for blocks in sources)
-        self._n_rows = self._n_blocks if n_rows is None else n_rows
+class HeldOutBlocks(ConcatDataset[dict[str, Any]]):
+    """The held-out blocks of all sources, one source after the other."""
 
     @cached_property
     def label_tokens(self) -> int:
         """Label tokens of all blocks."""
-        return sum(int((row["labels"][1:] != IGNORE_INDEX).sum()) for blocks in self._sources for row in blocks)
-
-    def __len__(self) -> int:
-        return self._n_rows
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        if not 0 <= row < self._n_rows:
-            raise IndexError(row)
-        if row >= self._n_blocks:
-            first = self[0]
-            return {**first, "labels": np.full_like(first["labels"], IGNORE_INDEX)}
-        source = 0
-        while row >= len(self._sources[source]):
-            row -= len(self._sources[source])
-            source += 1
-        found: dict[str, Any] = self._sources[source][row]
-        return found
+        return sum(int((row["labels"][1:] != IGNORE_INDEX).sum()) for blocks in self.datasets for row in blocks)
 
     def padded_to(self, multiple: int) -> HeldOutBlocks:
         """Return the same blocks, and behind them blocks without a label, up to a multiple of `multiple`."""
-        rows = -(-self._n_blocks // multiple) * multiple
-        padded = HeldOutBlocks(self._sources, n_rows=rows)
-        padded.label_tokens = self.label_tokens
-        return padded
+        empty = {**self[0], "labels": np.full_like(self[0]["labels"], IGNORE_INDEX)}
+        return HeldOutBlocks([*self.datasets, [empty] * (-len(self) % multiple)])
 
 
 PROOF_TOKENS = 8  # tokens of each of the two documents
@@ -284,10 +255,8 @@ def check_isolation(model: Any) -> None:
 
 
 def can_compute(model: Any) -> bool:
-    """Return whether this process can run `model` before the trainer has wrapped it.
-
-    Not under ZeRO-3, which has shared the weights out already, nor where FSDP loads them on the main process alone, nor
-    where flash attention waits for a GPU on which the model is put later.
+    """Return whether this process can run `model` before the trainer has wrapped it: not where its weights are in
+    shards or not loaded, nor where flash attention waits for a GPU.
     """
     device = model.get_input_embeddings().weight.device
     on_hold = any(weight.is_meta or hasattr(weight, "ds_id") for weight in model.parameters())
@@ -297,10 +266,8 @@ def can_compute(model: Any) -> bool:
 def needs_no_mask(model: Any, device: torch.device, *, is_half: bool) -> bool:
     """Return whether rows that are padded on the right need no mask, and are faster without one.
 
-    With a mask transformers repeats keys and values for all heads, and torch takes its memory-efficient kernel. Without
-    one it takes flash attention, which exists for 16 bits from capability 8.0 on (torch, `sdp_utils.cpp`). In a plain
-    causal decoder no token sees what stands behind it. What the mask is also needed for keeps it: a router's loss over
-    all tokens, windows that slide, positions by the mask (ALiBi).
+    Without one torch takes flash attention, which exists for 16 bits from capability 8.0 on (`sdp_utils.cpp`). A
+    router's loss over all tokens, windows that slide, and positions by the mask (ALiBi) keep it.
     """
     config = model.config.get_text_config()
     is_fast = device.type == "cuda" and is_half and torch.cuda.get_device_capability(device) >= (8, 0)

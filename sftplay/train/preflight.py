@@ -20,7 +20,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.launch.run_folder import PARENT, RunFolder
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.train.observer import Observer, StepTrainer
+from sftplay.train.metrics import Observer
 
 POLL_S = 0.1  # pause between two checks for a file
 
@@ -29,8 +29,7 @@ POLL_S = 0.1  # pause between two checks for a file
 def first_of_node(folder: RunFolder) -> Iterator[bool]:
     """Let the first rank of each node go through the body before the others; True where others wait for this one.
 
-    The caches that it fills may belong to the node. When the body fails, the others stay outside and their launcher
-    ends them, so the error is printed once.
+    When the body fails, the others stay outside and their launcher ends them, so the error is printed once.
     """
     is_first, marker = log.local_rank() == 0, marker_path(folder.logs)
     if is_first:
@@ -49,10 +48,8 @@ def first_of_node(folder: RunFolder) -> Iterator[bool]:
 
 
 def marker_path(logs: Path) -> Path:
-    """Return the file by which the first rank of this node says that it is through, in this launch.
-
-    The name has the node's first rank, because nodes share the folder, and the parent's pid, because another start must
-    not find it. If both are equal by chance, the ranks only queue for the caches' locks in any order.
+    """Return the file by which the first rank of this node says that it is through, in this launch: nodes share the
+    folder, and another start, with another parent, must not find it.
     """
     return logs / f".prepared-{log.rank() - log.local_rank()}-{os.environ.get(PARENT) or os.getppid()}"
 
@@ -85,8 +82,7 @@ def wait_for_main(path: Path, folder: RunFolder) -> None:
 class GroupTimeout(TrainerCallback):
     """Sets the time limit of every process group once there is one, and removes the node's marker.
 
-    The Trainer gives its `ddp_timeout` to the process group, but not on CPUs, and not to the further groups of
-    DeepSpeed and FSDP, which have torch's own limits (10 minutes with NCCL).
+    The Trainer's `ddp_timeout` does not reach groups on CPUs, nor the further groups of DeepSpeed and FSDP.
     """
 
     def __init__(self, timeout_s: int, logs: Path) -> None:
@@ -121,15 +117,11 @@ MUST_AGREE = {
 CHUNK_NUMBERS = 2**22
 """Weights that are summed at a time: a copy in 8 bytes takes 32 MiB, and one of 152,000 x 8192 weights 10 GB."""
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of a number -> the integer that has the same ones."""
-
 
 class Preflight(Observer):
     """Compares plan and reality when everything is built, and writes to status.json what each rank is.
 
-    `rows` and `base` are digests: of the rows that this rank trains on, in their order, and of the files that its
-    weights come from.
+    `rows` and `base` are digests of the rows in their order, and of the files of weights.
     """
 
     def __init__(self, cfg: RunConfig, folder: RunFolder, *, rows: str, base: str) -> None:
@@ -137,7 +129,7 @@ class Preflight(Observer):
         self.parameters = ""
         """`checksum` of the model as it was loaded: FSDP and ZeRO-3 shard it later. Empty on a single process."""
 
-    def attach(self, trainer: StepTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         super().attach(trainer)
         if log.world_size() > 1:
             self.parameters = checksum(trainer.model)
@@ -166,7 +158,10 @@ class Preflight(Observer):
             raise RunError("; ".join(problems), where="preflight", fix="launch with `make train`, which sets all this")
         planned = self.folder.read_json("plan.json")
         if other_sizes := [
-            f"rank {n}: {line}" for n, rank in enumerate(ranks) for line in find_other_sizes(planned, rank["sizes"])
+            f"rank {n}: {key} is {value} where plan.json says {planned[key]}"
+            for n, rank in enumerate(ranks)
+            for key, value in rank["sizes"].items()
+            if planned.get(key, value) != value
         ]:
             raise RunError(
                 "; ".join(other_sizes),
@@ -194,15 +189,6 @@ def read_sizes(trainer: Any) -> dict[str, int]:
         **{name: getattr(args, name) for name in of_groups if hasattr(args, name)},
         **({"generation_rows": trainer.generation_rows} if hasattr(trainer, "generation_rows") else {}),
     }
-
-
-def find_other_sizes(planned: dict[str, Any], real: dict[str, int]) -> list[str]:
-    """Return a line for each size that plan.json says and the trainer does not have; empty when all agree."""
-    return [
-        f"{key} is {value} where plan.json says {planned[key]}"
-        for key, value in real.items()
-        if key in planned and planned[key] != value
-    ]
 
 
 def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, *, world_size: int) -> list[str]:
@@ -237,13 +223,12 @@ def has_sharded_weights(trainer: Any) -> bool:
 def checksum(model: Any) -> str:
     """Return a digest of the weights that train; equal on ranks that hold the same, on any GPU or processor.
 
-    A sum of floating-point numbers depends on the order, which each GPU model chooses; one of their bytes as integers,
-    modulo 2^64, does not.
+    It sums bytes as integers, modulo 2^64: a sum of floating-point numbers depends on the order.
     """
-    digest = hashlib.sha256()
+    digest, integers = hashlib.sha256(), {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            numbers = parameter.detach().flatten().view(INTEGERS[parameter.element_size()])
+            numbers = parameter.detach().flatten().view(integers[parameter.element_size()])
             sums = torch.stack([chunk.sum(dtype=torch.int64) for chunk in numbers.split(CHUNK_NUMBERS)])
             digest.update(sums.cpu().numpy().tobytes())
     return digest.hexdigest()

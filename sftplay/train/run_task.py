@@ -24,24 +24,19 @@ from sftplay.model.load import load_result, load_start, start_adapter, stored_ba
 from sftplay.model.source import BUILTIN, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
+from sftplay.train.checkpointing import compute_fingerprint
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.fingerprint import compute_fingerprint, write_manifest
 from sftplay.train.guards import StopOnSignal
 from sftplay.train.preflight import first_of_node, has_sharded_weights, wait_for_main, wait_for_nodes
-from sftplay.train.setup import describe_capacity, describe_rate, make_setup
 from sftplay.train.task import Rows, Task
-from sftplay.train.train_run import TrainResult, TrainRun
+from sftplay.train.train_run import TrainResult, TrainRun, describe_capacity, describe_rate, make_setup, write_manifest
 from sftplay.train.upstream import gather_zero3_weights
 from sftplay.units import format_count
 
-RESULT_ADAPTERS = ("default", "guide")
-"""Names of the adapters that a run leaves: the first in adapter/ itself, others in folders of their names below it."""
-
 
 def gather_weights(trainer: Any) -> dict[str, dict[str, torch.Tensor]] | None:
-    """Gather the weights to save from all ranks; None where every rank holds them whole.
-
-    Those of the trainer's model are named "". All ranks must call it; only the main one gets them.
+    """Gather the weights to save from all ranks, which must all call it; only the main one gets them, by model, "" for
+    the trainer's. None where every rank holds them whole.
     """
     if hasattr(trainer, "whole_weights"):
         weights = trainer.whole_weights()
@@ -57,10 +52,8 @@ def gather_weights(trainer: Any) -> dict[str, dict[str, torch.Tensor]] | None:
 
 
 def leave_process_group() -> None:
-    """End the process group on all ranks at once. Only the main rank continues.
-
-    Otherwise gloo's threads may abort a rank's process at its end (torch 2.13: "terminate called without an active
-    exception"), and the launcher then ends the main rank too.
+    """End the process group on all ranks at once; only the main rank continues. Otherwise gloo's threads may abort a
+    rank's process at its end (torch 2.13), and the launcher then ends the main rank too.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -78,10 +71,9 @@ def save_result(
 ) -> Path:
     """Save `adapter/` or `model/`, whole or not at all; one that an earlier attempt left is replaced.
 
-    `weights` are the models' by their names, "" for `model`, where a model itself holds only a part of them. `base` is
-    the folder or hub name that the model was loaded from. A builtin base is copied to `base/`, and the adapter points
-    to that copy; a local base is named by its absolute path. So plain PEFT finds it without this kit. `others` are
-    further models of the run; each is saved in a folder of its name below the result.
+    `weights` are the models' by name, "" for `model`, where a model holds only a part of them; `others` are further
+    models, each saved below the result. A builtin `base` is copied to `base/`, a local one named by its absolute path,
+    so that plain PEFT finds it.
     """
     is_full = cfg.tuning.mode == "full"
     target = folder.path / ("model" if is_full else "adapter")
@@ -95,7 +87,12 @@ def save_result(
         for name, part in {"": model, **(others or {})}.items():
             state = weights.get(name) if weights else None
             if not is_full:
-                _save_adapters(part, scratch, base=base, revision=cfg.model.revision, weights=state)
+                # The adapter that KL is measured against is no part of it. PEFT gives all but the first a folder.
+                names = [adapter for adapter in ("default", "guide") if adapter in part.peft_config]
+                for adapter in names:
+                    part.peft_config[adapter].base_model_name_or_path = base
+                    part.peft_config[adapter].revision = cfg.model.revision
+                part.save_pretrained(scratch, state_dict=state, selected_adapters=names)
                 continue
             if state is None:
                 part.to(dtype)
@@ -117,27 +114,11 @@ def save_result(
     return target
 
 
-def _save_adapters(
-    model: Any, folder: Path, *, base: str, revision: str | None, weights: dict[str, torch.Tensor] | None
-) -> None:
-    # The adapter that KL is measured against is no part of the result. PEFT gives all but the first a folder.
-    names = [name for name in RESULT_ADAPTERS if name in model.peft_config]
-    for name in names:
-        model.peft_config[name].base_model_name_or_path = base
-        model.peft_config[name].revision = revision
-    model.save_pretrained(folder, state_dict=weights, selected_adapters=names)
-
-
-FEW_STEPS = 50  # below this a run hardly leaves its warm-up
-
-
 def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> TrainResult:
     """Prepare, measure before, train, save the adapter or model in the run folder, measure after.
 
-    Raises:
-        DataError: there is no row to train on, or no held-out row where the config needs some.
-        MachineError: model or tokenizer cannot be opened.
-        RunError: the run could not continue.
+    Raise DataError without rows to train on or to hold out, MachineError where model or tokenizer cannot be opened,
+    RunError where the run could not continue.
     """
     cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
@@ -159,7 +140,13 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     model = load_start(
         cfg, source=extended_base, is_on_host=folder.read_json("plan.json").get("model_opened_on") == "host"
     )
-    measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
+    before = folder.eval / "before.json"
+    if cfg.eval.before and not before.exists():
+        if log.is_main():
+            with random_numbers_kept():
+                task.measure(model, rows, cfg=cfg, path=before)
+        else:
+            wait_for_main(before, folder)
     model = make_trainable(model, cfg, new_ids=[token.id for token in new_tokens])
     wait_for_nodes(folder)
     setup = make_setup(cfg, folder, n_rows=len(rows.train), known=rows.order)
@@ -167,7 +154,11 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     trainer = task.build_trainer(train_run.trainer_parts(tokenizer, rows))
     others: dict[str, Any] = getattr(trainer, "other_models", {})
     if log.is_main():
-        note_head(folder, off=getattr(trainer, "label_head_off", ""))
+        if off := getattr(trainer, "label_head_off", ""):  # the plan counts scores at labels only
+            what = f"scores are computed at every position, not only at labels: {off}"
+            log.say(f"note: {what}")
+            plan = folder.read_json("plan.json")
+            folder.write_json("plan.json", {**plan, "label_head_off": off, "notes": [*plan.get("notes", []), what]})
         parameters = describe_parameters(nn.ModuleList([trainer.model, *others.values()]))
         write_manifest(setup, rows, parameters=parameters, task=getattr(trainer, "facts", {}))
         announce(train_run, parameters, rows=rows)
@@ -188,15 +179,6 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     return result
 
 
-def note_head(folder: RunFolder, *, off: str) -> None:
-    """Say that scores are computed at every position, and why, also in plan.json, which counts those at labels only."""
-    if off:
-        what = f"scores are computed at every position, not only at labels: {off}"
-        log.say(f"note: {what}")
-        plan = folder.read_json("plan.json")
-        folder.write_json("plan.json", {**plan, "label_head_off": off, "notes": [*plan.get("notes", []), what]})
-
-
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:
     """Raise the DataError about keys that need held-out rows, where none are held out."""
     needing = ("eval.before", "eval.after", "train.best_metric", "train.early_stopping", "train.eval_steps")
@@ -209,22 +191,9 @@ def check_held_out(cfg: RunConfig, rows: Rows) -> None:
         )
 
 
-def measure_before(task: Task, model: Any, *, rows: Rows, cfg: RunConfig, folder: RunFolder) -> None:
-    """Measure the untrained model on the main rank, once a run; the other ranks wait."""
-    path = folder.eval / "before.json"
-    if not cfg.eval.before or path.exists():
-        return
-    if log.is_main():
-        with random_numbers_kept():
-            task.measure(model, rows, cfg=cfg, path=path)
-    else:
-        wait_for_main(path, folder)
-
-
 def make_trainable(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -> Any:
-    """Return `model` with the adapter that trains, where one does; everything that never trains is frozen.
-
-    The rows of the tokens `new_ids` train with an adapter.
+    """Return `model` with the adapter that trains, where one does, and the rows of the tokens `new_ids`; all else is
+    frozen.
     """
     if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it continues with the one it has
         model = start_adapter(model, cfg, new_ids=new_ids)
@@ -251,5 +220,5 @@ def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> 
         f"Starting {'new' if train_run.checkpoint is None else 'continued'} {kind} run with "
         f"{cfg.train.precision} precision on {log.world_size()} process(es): {steps} steps"
     )
-    if steps < FEW_STEPS:
+    if steps < 50:  # such a run hardly leaves its warm-up
         log.say(f"note: {steps} steps in all are few to learn from; more epochs, or a smaller effective batch")

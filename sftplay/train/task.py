@@ -6,32 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from datasets import Dataset
-
 from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.train.exact_batch import StepSetup
-
-
-class RowSequence(Protocol):
-    """Rows by their number, for a task that orders its rows itself."""
-
-    def __len__(self) -> int:
-        """All of them."""
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        """`input_ids`, `labels`, `position_ids` (int64 [tokens]), `row` and `source` (numbers)."""
-
-
-class HeldOutRows(RowSequence, Protocol):
-    """The held-out ones."""
-
-    @property
-    def label_tokens(self) -> int:
-        """Label tokens of all rows."""
-
-    def padded_to(self, multiple: int) -> HeldOutRows:
-        """With rows without a label added at the end, so that their number is a multiple of `multiple`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +27,11 @@ class RowOrder:
 class Rows:
     """The data of a task as rows."""
 
-    train: Dataset | RowSequence
-    """Columns `input_ids`, `labels` (int64 [tokens], -100 where nothing is learned) and `row` (int64)."""
+    train: Any
+    """A Dataset, or with an `order` any sequence, of rows: `input_ids`, `labels` (int64 [tokens], -100 where nothing is
+    learned), `row` (int64); `position_ids` and `source` (a number) where rows hold documents or are mixed."""
 
-    held_out: Dataset | HeldOutRows | None  # the same columns; None when nothing is held out
+    held_out: Any  # the same; not a Dataset, it has `label_tokens` and `padded_to(multiple)`; None: nothing is held out
     report: dict[str, Any]
     """Content of data_report.json. `files` (path -> sha256) and `sources` also go to the manifest."""
 
@@ -76,8 +54,8 @@ class TrainerParts:
     cfg: RunConfig
     model: Any
     tokenizer: Any
-    train: Dataset | RowSequence  # the rows of the whole run in training order
-    held_out: Dataset | HeldOutRows | None
+    train: Any  # the rows of the whole run in training order
+    held_out: Any
     rows: Rows
     folder: RunFolder
     arguments: dict[str, Any]  # for the TRL config: every argument that the kit decides, then the user's `train.extra`
@@ -98,7 +76,7 @@ class Task(Protocol):
         """Measure `model` on the held-out rows and write `path` (eval/before.json or after.json); on the main rank."""
 
     def build_trainer(self, parts: TrainerParts) -> Any:
-        """A Trainer that is a `StepTrainer`, most simply one whose class begins with `ExactBatchMixin`.
+        """A Trainer whose class begins with `ExactBatchMixin` or `StepTrainerMixin` (train.exact_batch).
 
         A callback that the task adds is attached if it is an `Observer`.
         """

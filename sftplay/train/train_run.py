@@ -1,32 +1,41 @@
-"""One attempt at a run on one rank: its callbacks, the checkpoint it continues from, and training itself.
+"""One attempt at a run on one rank: steps, order of the rows, library arguments, callbacks, checkpoint, and training.
 
 It knows nothing of a task's rows or loss.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from datasets import Dataset, concatenate_datasets
 from transformers.integrations import TensorBoardCallback
 
-from sftplay import log
+from sftplay import __version__, log
 from sftplay.config.run import RunConfig
+from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.data.records import IGNORE_INDEX
-from sftplay.errors import ConfigError, RunError, ran_out_of_memory, said_of_memory
+from sftplay.errors import ConfigError, MachineError, RunError, ran_out_of_memory, said_of_memory
 from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch.checkpoints import newest_complete, read_marker, read_step
+from sftplay.launch.run_folder import EXPECTS_GPU, RunFolder
+from sftplay.machine.probe import probe
 from sftplay.model.out_of_memory import OutOfMemory, held_bytes
+from sftplay.model.recomputation import as_named_here, recomputation_arguments
+from sftplay.places import ROOT
 from sftplay.plan.flops import ModelFlops, model_flops
 from sftplay.train.checkpointing import MarkComplete, accept_numbered_cpus, choose_checkpoint
-from sftplay.train.disk import WarnOfFullDisk
 from sftplay.train.exact_batch import ADVICE, Replay, StepSetup
 from sftplay.train.gradients import GradientSync
 from sftplay.train.guards import (
@@ -34,16 +43,184 @@ from sftplay.train.guards import (
     StopOnBadStep,
     StopOnSignal,
     StopWithoutProgress,
+    WarnOfFullDisk,
     find_deadline,
-    process_start_s,
 )
-from sftplay.train.metrics import LineBoard, MetricsWriter, TrackPhases
+from sftplay.train.metrics import CostModel, MetricsWriter, Observer, TrackPhases
 from sftplay.train.micro_batches import MicroBatcher
-from sftplay.train.observer import CostModel, Observer, StepTrainer
 from sftplay.train.preflight import GroupTimeout, Preflight
-from sftplay.train.setup import RunSetup
-from sftplay.train.task import Rows, TrainerParts
-from sftplay.units import format_bytes
+from sftplay.train.task import RowOrder, Rows, TrainerParts
+from sftplay.units import format_bytes, format_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSetup:
+    """One attempt at a run on one rank. `cfg` is the resolved config: no value of it is `auto`."""
+
+    cfg: RunConfig
+    folder: RunFolder
+    world_size: int
+    steps_per_epoch: int
+    steps: int
+    order: Sequence[int]  # rows of the whole run in training order: exactly steps x effective batch
+    order_hash: str
+
+    @property
+    def is_sharded(self) -> bool:
+        """True where accelerate leaves ranks parts of the weights or of the optimizer's state."""
+        return self.world_size > 1 and self.cfg.accelerate_shards
+
+    @property
+    def config_sha256(self) -> str:
+        """Digest of the resolved config file, which every rank reads."""
+        return hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest()
+
+    def micro_batcher(self) -> MicroBatcher | None:
+        """Return what cuts the trainer's windows into micro-batches; None where the Trainer accumulates them."""
+        if self.is_sharded:
+            return None
+        rows, length = int(self.cfg.train.batch_size), self.cfg.row_tokens
+        budget = rows * length if self.cfg.train.batching == "tokens" else None
+        return MicroBatcher(rows, self.cfg.packs_rows, length, budget)
+
+    def arguments(self, *, has_held_out: bool) -> dict[str, Any]:
+        """Return arguments for a TRL config: every one that the kit decides, then the user's `train.extra`."""
+        cfg, train = self.cfg, self.cfg.train
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(self.folder.path / "tb")
+        # A whole window at a time, which the kit cuts; or micro-batches, which the Trainer accumulates.
+        rows, micro_batches = train.effective_batch_size // self.world_size, 1
+        if self.is_sharded:
+            rows, micro_batches = int(train.batch_size), int(train.grad_accum)
+        return {
+            "output_dir": str(self.folder.checkpoints),
+            "run_name": self.folder.name,
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": micro_batches,
+            "per_device_eval_batch_size": train.batch_size,
+            "num_train_epochs": 1,
+            "max_steps": self.steps,
+            "train_sampling_strategy": "sequential",
+            "remove_unused_columns": False,
+            "average_tokens_across_devices": True,
+            "learning_rate": train.peak_rate,
+            **self._schedule(),
+            "weight_decay": train.weight_decay,
+            "max_grad_norm": train.max_grad_norm,
+            "optim": train.optim,
+            "neftune_noise_alpha": train.neftune_alpha,
+            "logging_strategy": "steps",
+            "logging_steps": cfg.logging.steps,
+            "logging_nan_inf_filter": False,
+            "report_to": cfg.logging.backend,
+            "disable_tqdm": True,
+            "seed": cfg.seed,
+            "data_seed": cfg.seed,
+            "dataloader_num_workers": train.dataloader_num_workers,
+            "dataloader_pin_memory": train.dataloader_pin_memory,
+            **self._device_arguments(),
+            **self._intervals(has_held_out),
+            **as_named_here(train.extra),
+        }
+
+    def _schedule(self) -> dict[str, Any]:
+        train = self.cfg.train
+        warmup_steps = math.ceil(train.warmup_ratio * self.steps)
+        name, given = str(train.lr_scheduler), {}
+        if name == "warmup_stable_decay":
+            decay_steps = min(math.ceil(train.decay_ratio * self.steps), self.steps - warmup_steps)
+            given = {"num_decay_steps": decay_steps, "decay_type": "1-sqrt", "min_lr_ratio": train.min_lr_ratio}
+        elif train.min_lr_ratio:
+            name, given = "cosine_with_min_lr", {"min_lr_rate": train.min_lr_ratio}
+        schedule = {"lr_scheduler_type": name, "warmup_steps": warmup_steps}
+        return schedule | ({"lr_scheduler_kwargs": given} if given else {})
+
+    def _device_arguments(self) -> dict[str, Any]:
+        train, cpu, comm = self.cfg.train, not torch.cuda.is_available(), self.cfg.cluster.comm
+        several = self.world_size > 1
+        return {
+            "bf16": train.precision == "bf16",
+            "fp16": train.precision == "fp16",
+            "use_cpu": cpu and not self.is_sharded,  # otherwise accelerate silently drops DeepSpeed and FSDP
+            "ddp_backend": "gloo" if cpu and several else None,
+            "ddp_find_unused_parameters": False if several else None,
+            # Buffers are sent before a forward pass: a rank would wait there for one that has failed.
+            "ddp_broadcast_buffers": False if several else None,
+            "ddp_bucket_cap_mb": comm.bucket_cap_mb if several else None,
+            "ddp_static_graph": comm.static_graph if several else None,
+            "ddp_timeout": self.cfg.cluster.timeout,
+            **recomputation_arguments(recomputes=train.gradient_checkpointing),
+        }
+
+    def _intervals(self, has_held_out: bool) -> dict[str, Any]:
+        train = self.cfg.train
+        eval_steps = train.eval_steps or train.save_steps or self.steps_per_epoch
+        seeks_best = has_held_out and (train.best_metric is not None or train.early_stopping is not None)
+        # The best weights can only be kept if a checkpoint is written where they were measured.
+        save_steps = train.save_steps or (eval_steps if seeks_best else self.steps_per_epoch)
+        return {
+            "eval_strategy": "steps" if has_held_out else "no",
+            "eval_steps": eval_steps if has_held_out else None,
+            "save_strategy": "steps",
+            "save_steps": save_steps,
+            "save_total_limit": None,  # MarkComplete does it: the Trainer removes before the new one is safe
+            "load_best_model_at_end": seeks_best,
+            "metric_for_best_model": "loss" if seeks_best else None,
+            "greater_is_better": False if seeks_best else None,
+        }
+
+
+def refuse_missing_gpu() -> None:
+    """Raise MachineError where the parent has planned for a GPU that torch cannot use here."""
+    if EXPECTS_GPU in os.environ and not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "not built for CUDA"
+        what = f"the run is planned for a GPU, and torch {torch.__version__} ({built}) can use none"
+        raise MachineError(
+            what, where="torch", fix="`make doctor` says why; on the CPU: export CUDA_VISIBLE_DEVICES=-1"
+        )
+
+
+def make_setup(cfg: RunConfig, folder: RunFolder, *, n_rows: int, known: RowOrder | None = None) -> RunSetup:
+    """Return the set-up of a run over `n_rows` rows, or over rows that the task has put in order."""
+    train, batch = cfg.train, cfg.train.effective_batch_size
+    order: Sequence[int]
+    if known is not None:
+        steps, steps_per_epoch = known.steps, min(known.steps, known.steps_per_epoch)
+        order, digest = range(steps * batch), known.digest
+    else:
+        steps = train.max_steps or steps_for(n_rows, train.epochs, effective_batch=batch)
+        steps_per_epoch = max(1, math.ceil(n_rows / batch))
+        order = training_order(n_rows, steps * batch, seed=cfg.seed)
+        digest = order_hash(order)
+    return RunSetup(
+        cfg=cfg,
+        folder=folder,
+        world_size=log.world_size(),
+        steps_per_epoch=steps_per_epoch,
+        steps=steps,
+        order=order,
+        order_hash=digest,
+    )
+
+
+def describe_capacity(trainable: int, learned_tokens: int) -> str:
+    """Compare the parameters of the adapter with the tokens it shall learn, and say what follows."""
+    if not learned_tokens:
+        return ""
+    share = f"{format_count(trainable)} parameters for {format_count(learned_tokens)} learned tokens"
+    share += f", {trainable / learned_tokens:.3g} a token"
+    # A weight holds at most 2 bits of facts (Allen-Zhu and Li, "Physics of Language Models: Part 3.3", 2024); about
+    # 1 bit of a token is what a pretrained model has yet to learn (Schulman et al., "LoRA Without Regret", 2025).
+    if 2 * trainable >= learned_tokens:
+        return f"adapter: {share}: it can hold them"
+    return f"warning: the adapter has {share}: too few to hold them all; a larger tuning.lora.r holds more"
+
+
+def describe_rate(cfg: RunConfig, plan: dict[str, Any]) -> str:
+    """Describe the peak rate and say why it is this one."""
+    reasons = [found["reason"] for found in plan.get("decisions", []) if found.get("key") == "train.learning_rate"]
+    origin = cfg.origins.get("train.learning_rate")
+    why = reasons[0] if reasons else f"set by {origin}" if origin else "as given"
+    return f"learning rate: {cfg.train.peak_rate:.4g} at its peak, {cfg.train.lr_scheduler} after it ({why})"
 
 
 @dataclass(frozen=True)
@@ -57,10 +234,10 @@ class TrainResult:
 
 
 class TrainRun:
-    """Chooses the checkpoint, builds the callbacks, and trains.
+    """Chooses the checkpoint, builds the callbacks, and trains `model`.
 
-    `model` is the one that trains. With `fingerprint`, the result of `compute_fingerprint`, a resume can name what has
-    changed. Raise ConfigError, DataError or RunError where the checkpoint to resume from belongs to another run.
+    With `fingerprint` a resume can name what has changed. Raise ConfigError, DataError or RunError where the checkpoint
+    to resume from belongs to another run.
     """
 
     def __init__(
@@ -110,7 +287,8 @@ class TrainRun:
 
     def _optional_callbacks(self) -> list[Any]:
         train, patience, callbacks = self.cfg.train, self.cfg.train.early_stopping, list[Any]()
-        deadline = find_deadline(train.time_limit, os.environ, started_s=process_start_s(), now_s=time.time())
+        started_s = psutil.Process().create_time()
+        deadline = find_deadline(train.time_limit, os.environ, started_s=started_s, now_s=time.time())
         if patience:
             callbacks.append(StopWithoutProgress(early_stopping_patience=patience))
         callbacks.append(WarnOfFullDisk(self.folder.checkpoints, train.save_total_limit))
@@ -151,7 +329,7 @@ class TrainRun:
             ),
         )
 
-    def attach(self, trainer: StepTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Hand the trainer to the callbacks that need it."""
         callbacks = trainer.callback_handler.callbacks
         for callback in callbacks:
@@ -161,10 +339,8 @@ class TrainRun:
         callbacks.insert(0, callbacks.pop(callbacks.index(self.metrics)))
 
     def train(self, trainer: Any) -> TrainResult:
-        """Train from the chosen checkpoint or from the start.
-
-        Raise OutOfMemory where memory does not suffice for a single row, or ran out where no step is run again;
-        RunError where a step is not finite, the preflight found a wrong launch, or the best checkpoint is missing.
+        """Train from the chosen checkpoint or from the start. Raise OutOfMemory where memory does not suffice, RunError
+        where a step is not finite, the preflight found a wrong launch, or the best checkpoint is missing.
         """
         self.attach(trainer)
         for callback in trainer.callback_handler.callbacks:
@@ -173,7 +349,7 @@ class TrainRun:
 
                 # TensorBoard then hides what an earlier attempt wrote after the checkpoint.
                 purge_step = self.from_step + 1 if self.from_step else None
-                callback.tb_writer = LineBoard(SummaryWriter(str(self.folder.path / "tb"), purge_step=purge_step))
+                callback.tb_writer = SummaryWriter(str(self.folder.path / "tb"), purge_step=purge_step)
         if trainer.args.device.type == "cpu" and self.setup.world_size > 1:
             accept_numbered_cpus()
         try:
@@ -216,6 +392,40 @@ class TrainRun:
         )
 
 
+def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], task: dict[str, Any]) -> None:
+    """Record versions, machine, code, data, template, seed, sizing and what trains; `task` adds what only it knows."""
+    setup.folder.write_json(
+        "manifest.json",
+        {
+            "kit": __version__,
+            "git_commit": git_commit(),
+            "machine": probe().as_dict(),
+            "python": sys.version.split()[0],
+            "seed": setup.cfg.seed,
+            "origins": setup.cfg.origins,
+            "template_sha256": rows.recipe.get("template_sha256"),
+            "mask_method": rows.recipe.get("mask_method"),
+            "data": rows.report["sources"],
+            "data_files": rows.report["files"],
+            "order_sha256": setup.order_hash,
+            "steps": setup.steps,
+            "model": parameters,
+            **task,
+            "sizing": setup.folder.read_json("plan.json"),
+        },
+    )
+
+
+def git_commit() -> str | None:
+    """Return the commit of the kit's checkout, None outside one."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
 def read_costs(model: Any, cfg: RunConfig, *, plan: Mapping[str, Any]) -> CostModel:
     """Read what is known about the costs of a step: FLOPs of the model that trains, the GPU's peak, planned memory."""
     flops, card = None, None
@@ -241,10 +451,8 @@ def read_costs(model: Any, cfg: RunConfig, *, plan: Mapping[str, Any]) -> CostMo
 
 
 def pad_to_multiple(rows: Dataset, multiple: int) -> Dataset:
-    """Return `rows` with rows without a label added at the end, so that their number is a multiple of `multiple`.
-
-    Where the last batches of several processes are not full, accelerate fills them with rows from the beginning, whose
-    loss would count twice.
+    """Return `rows` with rows without a label added at the end: accelerate would fill the last batches with rows from
+    the beginning, whose loss would count twice.
     """
     if len(rows) % multiple == 0:
         return rows

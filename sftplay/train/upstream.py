@@ -15,29 +15,12 @@ from typing import Any
 from sftplay import log
 from sftplay.machine.probe import compiler_remedy, find_compiler_problem
 
-TRAINER = "trl.trainer.grpo_trainer"
-UTILITIES = "trl.trainer.utils"
-RELEASE = "1.16"
-
-PRIVATE_NAMES = {
-    TRAINER: (
-        "_buffered_inputs", "_calculate_rewards", "_dist", "_entropy_bonus_enabled", "_generate",
-        "_generate_and_score_completions", "_generate_single_turn", "_get_per_token_logps_and_entropies", "_logs",
-        "_metrics", "_step", "_tokenize_prompts",
-    ),
-    UTILITIES: ("_CHUNKED_LOGPROB_CHUNK_SIZE", "_use_triton"),
-}  # fmt: skip
-"""Module of TRL -> its names that task grpo uses, as they were read in the release `RELEASE`."""
-
 
 @contextmanager
 def fitted_tiles(vocab: int) -> Iterator[None]:
-    """Inside, TRL's forward passes take a buffer of `vocab` columns for each token, where that is fewer than 32768.
-
-    Columns beyond the vocabulary are never used, but they take memory. On a CPU they are huge pages, which the kernel
-    fills with zeros each time. On a CPU TRL also computes the logits of prompts and padding and discards them; only
-    on GPUs it leaves them out, because other devices would compile each shape anew. The values are the same; gradients
-    are the same up to rounding. Source: trl 1.16, trainer/utils.py, `_fused_forward`.
+    """Inside, TRL's forward passes take a buffer of `vocab` columns for each token, where that is fewer than 32768, and
+    on a CPU no logits of prompts and padding. Values are the same; gradients are the same up to rounding. Source: trl
+    1.16, trainer/utils.py, `_fused_forward`.
     """
     from trl.trainer import utils
 
@@ -51,9 +34,8 @@ def fitted_tiles(vocab: int) -> Iterator[None]:
 
 
 def avoid_triton() -> None:
-    """Let TRL compute its tiles by torch from now on, where Triton cannot build kernels for this process's GPU.
-
-    TRL chooses in every forward and backward pass (trl 1.16, kernels/chunked_logprob.py, `_use_triton`).
+    """Let TRL compute its tiles by torch from now on, where Triton cannot build kernels for this process's GPU (trl
+    1.16, kernels/chunked_logprob.py, `_use_triton`).
     """
     import torch
     from trl.kernels import chunked_logprob

@@ -194,7 +194,7 @@ def attention_of(family: str) -> Literal["sdpa", "eager"]:
 
 def cases_by_depth(family: str, method: Any) -> Iterator[Case]:
     """Two depths and two lengths; checkpointing at the smaller depth."""
-    for layers, tokens in product((2, 4), (512, 1024)):
+    for layers, tokens in ((2, 512), (4, 1024)):
         how = TraceSettings(
             method=method, layers=layers, batch=2, seq=tokens, checkpointing=layers == 2, attention=attention_of(family)
         )

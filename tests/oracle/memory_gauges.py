@@ -17,7 +17,21 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
 
 
-class TensorGauge(MemoryGauge):
+class HostGauge(MemoryGauge):
+    """One of a process without a GPU, which has neither a cache nor anything to wait for."""
+
+    def wait(self) -> None: ...
+
+    def release_cached(self) -> None: ...
+
+    def reserved_bytes(self) -> None:
+        return None
+
+    def device(self) -> None:
+        return None
+
+
+class TensorGauge(HostGauge):
     """Bytes of the tensors that live, on any device, as operators make them; slow, and blind to what kernels take."""
 
     def __init__(self) -> None:
@@ -43,7 +57,7 @@ class TensorGauge(MemoryGauge):
         return self._live.peaks_bytes["now"]
 
 
-class ProcessGauge(MemoryGauge):
+class ProcessGauge(HostGauge):
     """Resident memory of this process; on Linux the peak of each phase, elsewhere the peak so far."""
 
     def restart(self) -> None:

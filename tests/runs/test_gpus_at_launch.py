@@ -29,7 +29,7 @@ from sftplay.model.failures import explain_failure, refusing
 from sftplay.runs import start
 from sftplay.runs import strategy_setup as at_launch
 from sftplay.tasks import worker
-from sftplay.train import setup
+from sftplay.train.train_run import refuse_missing_gpu
 from sftplay.train.upstream import avoid_triton
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +93,7 @@ def test_a_worker_that_finds_no_gpu_where_one_is_planned_ends_with_3(inputs: Inp
     monkeypatch.setenv(EXPECTS_GPU, env[EXPECTS_GPU])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(MachineError, match=r"planned for a GPU, and torch .* can use none"):
-        setup.refuse_missing_gpu()
+        refuse_missing_gpu()
     _, folder = new_run(tmp_path, inputs)
     monkeypatch.setattr(worker, "die_with_parent", lambda: None)
     monkeypatch.setattr(worker.log, "redirect", lambda path: None)

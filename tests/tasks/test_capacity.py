@@ -1,11 +1,17 @@
-"""A LoRA run says what its adapter can hold beside what it shall learn, and with which rate."""
+"""What a run says before its first step: what its adapter can hold, its rate, and the optimizer of an old GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from sftplay.config.load import load_config
-from sftplay.train.setup import describe_capacity, describe_rate
+from sftplay.errors import ConfigError
+from sftplay.machine.gpu import Gpu
+from sftplay.machine.probe import Machine
+from sftplay.plan.decisions import decide_numerics
+from sftplay.train.train_run import describe_capacity, describe_rate
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/run_demo.yaml"
 
@@ -19,10 +25,23 @@ def test_two_bits_a_parameter_hold_one_bit_a_token_and_less_is_a_warning_with_it
     assert describe_capacity(10, 0) == ""
 
 
-def test_the_rate_is_told_with_its_reason_or_its_place():
+def test_the_rate_stands_with_its_reason_or_its_place():
     cfg = load_config(CONFIG)
-    assert f"({'set by'} {cfg.origins['train.learning_rate']})" in describe_rate(cfg, {})
+    assert f"(set by {cfg.origins['train.learning_rate']})" in describe_rate(cfg, {})
     chosen = {"decisions": [{"key": "train.learning_rate", "value": 2e-4, "reason": "usual peak rate of lora sft"}]}
     auto = cfg.with_values({"train.learning_rate": 2e-4}, "auto")
     assert describe_rate(auto, chosen).startswith("learning rate: 0.0002 at its peak")
     assert "(usual peak rate of lora sft)" in describe_rate(auto, chosen)
+
+
+def test_a_v100_gets_an_optimizer_whose_steps_can_be_left_out_and_the_fused_one_is_refused():
+    v100 = Gpu(0, "Tesla V100-SXM2-16GB", total_bytes=16 * 2**30, free_bytes=15 * 2**30, capability=(7, 0))
+    machine = Machine(
+        gpus=(v100,), gpu_reason="", ram_bytes=2**36, cores=8, python="3.11", system="Linux", libraries={}
+    )
+    cfg = load_config(CONFIG, ["train.precision=auto", "train.optim=auto"])
+    decided = decide_numerics(cfg, machine)
+    assert (decided["train.precision"].value, decided["train.optim"].value) == ("fp16", "adamw_torch")
+    with pytest.raises(ConfigError, match="hides from the schedule which steps overflowed") as refusal:
+        decide_numerics(cfg.with_values({"train.optim": "adamw_torch_fused"}, "test"), machine)
+    assert refusal.value.fix == "write train.optim: adamw_torch, or leave it on auto"

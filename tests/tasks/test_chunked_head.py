@@ -96,9 +96,8 @@ def test_an_adapter_on_the_head_is_refused_because_its_pair_would_not_train():
         put_chunked_head(model.get_base_model(), proves=True)
 
 
-@pytest.mark.parametrize("proves", [True, False])
-def test_a_model_that_adds_its_routers_loss_is_refused_even_where_nothing_can_be_proven(proves: bool):
+def test_a_model_that_adds_its_routers_loss_is_refused_even_where_nothing_can_be_proven():
     model = make_model("llama")
     model.config.output_router_logits = True
     with pytest.raises(ConfigError, match="loss of its router"):
-        put_chunked_head(model, proves=proves)
+        put_chunked_head(model, proves=False)

@@ -12,15 +12,12 @@ from grpo_run import grpo_inputs, grpo_options
 from hrm_run import new_hrm_run, write_puzzles
 from in_process import Inputs, new_run
 from score_run import score_inputs, score_options
-from transformers import TrainingArguments
 
 from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.worker import find_runner
 from sftplay.train.guards import StopOnSignal
-from sftplay.train.setup import RunSetup
-from sftplay.train.train_run import TrainRun
-from sftplay.train.upstream import on_one_gpu
+from sftplay.train.train_run import RunSetup, TrainRun
 
 
 @pytest.fixture
@@ -29,13 +26,6 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     own = RunSetup._device_arguments
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(RunSetup, "_device_arguments", lambda self: {**own(self), "use_cpu": False})
-
-
-def test_stock_arguments_count_every_visible_gpu(two_gpus: None, tmp_path: Path):
-    arguments = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=4)
-    assert (arguments.n_gpu, arguments.train_batch_size) == (2, 8)
-    arguments = on_one_gpu(arguments)
-    assert (arguments.n_gpu, arguments.train_batch_size) == (1, 4)
 
 
 class Built(Exception):

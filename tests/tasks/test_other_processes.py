@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -19,8 +18,8 @@ from small_run import Inputs, write_small_run
 
 from sftplay.config.load import load_config
 from sftplay.launch.command import Scale
-from sftplay.runs.resume import draws_at_random, free_sizes
-from sftplay.train.fingerprint import config_changes
+from sftplay.runs.resume import free_sizes
+from sftplay.train.checkpointing import config_changes
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS, STEP_ROWS = 12, 4, 8
@@ -51,21 +50,6 @@ def test_worker_takes_another_number_of_processes_only_when_the_verb_has_said_so
     before, now = ({"config": {"seed": 1}, "world_size": n} for n in (2, 1))
     assert config_changes(before, now) == ["it ran on 2 processes and runs on 1 now"]
     assert config_changes(before, now, resized=True) == []
-
-
-def test_dropout_and_noise_are_seen_wherever_they_are_set(
-    write_config: Callable[..., Path], tiny_llama: Path, tmp_path: Path
-):
-    def draws(**changes: Any) -> bool:
-        return draws_at_random(load_config(write_config(**changes)))
-
-    config = json.loads((tiny_llama / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
-    assert not draws(tuning__lora__dropout=0.0)
-    assert draws(tuning__lora__dropout=0.1)
-    assert not draws(tuning__lora__dropout=0.1, tuning__mode="full")
-    assert draws(tuning__lora__dropout=0.0, train__neftune_alpha=5.0)
-    assert draws(tuning__mode="full", model__name=str(tmp_path))
 
 
 @dataclass
@@ -121,16 +105,3 @@ def test_run_moves_from_two_processes_to_one_and_back_on_the_same_curve(shop: Sh
         assert rows == others
     ends = zip(shop.weights(name).values(), shop.weights("whole").values(), strict=True)
     assert max(float((one - two).abs().max()) for one, two in ends) < 1e-4
-
-
-@pytest.mark.long
-def test_run_with_dropout_moves_too_and_says_that_it_is_drawn_otherwise(shop: Shop):
-    word, name = "tuning.lora.dropout=0.1", "dropout"
-    shop.run("train", name, 2, word, *OF_TWO)
-    shop.cut_off(name, 4)
-    output = shop.run("resume", name, 1, word, *OF_TWO)
-    assert "dropout and noise draw other numbers" in output
-    assert [line["step"] for line in shop.metrics(name)] == list(range(1, STEPS + 1))
-    # Once more on the same number, with the sizes of two processes still in the command.
-    shop.cut_off(name, STEPS)
-    assert "begun on" not in shop.run("resume", name, 1, word, *OF_TWO)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from in_process import Finished, Inputs, train
 from peft import AutoPeftModelForCausalLM, PeftModel
-from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -143,26 +142,8 @@ def test_run_folder_holds_what_interfaces_promise(mode: str, runs: dict[str, Fin
     assert all(set(row) == {"row", "prompt", "reference", "prediction", "correct"} for row in answers)
 
 
-@pytest.mark.parametrize("mode", ["full", "qlora"])
-def test_learning_rate_0_leaves_the_weights(mode: str, inputs: Inputs, tmp_path: Path):
-    run = train(
-        tmp_path, inputs, tuning__mode=mode, train__learning_rate=0, train__max_steps=2, train__weight_decay=0.1,
-        eval__before=True, eval__after=True,
-    )  # fmt: skip
-    if mode == "full":
-        base = AutoModelForCausalLM.from_pretrained(inputs.model).state_dict()
-        tuned = AutoModelForCausalLM.from_pretrained(run.folder.path / "model").state_dict()
-        assert all(torch.equal(base[name], tuned[name]) for name in base)
-    else:
-        pairs = {n: p for n, p in run.trainer.model.named_parameters() if "lora_B" in n}
-        assert pairs
-        assert all(not p.any() for p in pairs.values())
-    assert figures(run, "after") == figures(run, "before")
-
-
-@pytest.mark.parametrize("mode", ["full", "qlora"])
-def test_gradient_checkpointing_changes_memory_not_losses(mode: str, inputs: Inputs, tmp_path: Path):
-    options = {"tuning__mode": mode, "train__max_steps": 3}
+def test_gradient_checkpointing_changes_memory_not_losses(inputs: Inputs, tmp_path: Path):
+    options = {"tuning__mode": "qlora", "train__max_steps": 3}
     plain = train(tmp_path / "off", inputs, **options)
     recomputed = train(tmp_path / "on", inputs, train__gradient_checkpointing=True, **options)
     assert not is_recomputing(plain.trainer.model)
@@ -241,30 +222,6 @@ def test_wish_for_held_out_rows_where_none_were_held_out_is_refused(
     few.write_text("\n".join(inputs.train.read_text().splitlines()[:8]) + "\n")
     with pytest.raises(DataError, match="held out"):
         train(tmp_path, inputs, data__train_path=str(few), data__val_path=None, data__split=1e-9, **wish)
-
-
-def test_local_base_is_named_so_that_the_adapter_opens_from_any_folder(
-    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(inputs.model.parent)
-    run = train(tmp_path, inputs, model__name=inputs.model.name, train__max_steps=1)
-    monkeypatch.chdir(tmp_path)
-    assert AutoPeftModelForCausalLM.from_pretrained(run.folder.path / "adapter")
-
-
-def test_builtin_base_lies_beside_the_adapter_so_that_plain_peft_finds_it(
-    builtin_tiny: Path, inputs: Inputs, tmp_path: Path
-):
-    run = train(
-        tmp_path, inputs, model__name="builtin:tiny", model__max_seq_len=512, train__max_steps=1, eval__after=True
-    )
-    config = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(run.folder.path / "base")
-    plain = AutoPeftModelForCausalLM.from_pretrained(run.folder.path / "adapter")
-    kept, original = (load_file(folder / "model.safetensors") for folder in (run.folder.path / "base", builtin_tiny))
-    assert all(torch.equal(kept[name], value) for name, value in original.items())
-    actual = plain_loss(plain, AutoTokenizer.from_pretrained(run.folder.path / "adapter"), inputs.held_out)
-    assert actual == pytest.approx(figures(run, "after")["loss"], abs=1e-3)
 
 
 def test_result_of_an_earlier_attempt_is_replaced_whole(inputs: Inputs, tmp_path: Path):

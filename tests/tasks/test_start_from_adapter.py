@@ -19,7 +19,6 @@ from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, RunError
 from sftplay.model.load import load_base, load_result
-from sftplay.model.start_point import resolve_names
 from sftplay.runs.inputs import check_inputs
 
 IDS = torch.arange(3, 40)[None]
@@ -98,30 +97,7 @@ def test_result_is_one_adapter_on_the_same_base_that_plain_peft_loads(first: Any
     assert torch.equal(logits(plain), logits(load_result(run.cfg, run.folder.path)))
 
 
-def test_run_as_model_name_means_its_base_and_its_adapter(first: Any, other: Inputs, tmp_path: Path):
-    start = first()
-    (tmp_path / "outputs").mkdir()
-    (tmp_path / "outputs" / "earlier").symlink_to(start.folder.path)
-    cfg, _ = new_run(tmp_path, other, model__name="earlier")
-    settled = resolve_names(cfg)
-    assert settled.model.name == str(other.model.resolve())
-    assert settled.model.adapter == str((start.folder.path / "adapter").resolve())
-    assert resolve_names(settled) == settled
-    assert check_inputs(cfg) == settled
-    assert logits(load_base(cfg)).equal(logits(load_result(start.cfg, start.folder.path)))
-
-
-def test_full_run_as_model_name_means_its_model(inputs: Inputs, other: Inputs, tmp_path: Path):
-    start = train(tmp_path / "full", inputs, tuning__mode="full", train__max_steps=1)
-    run = second(tmp_path / "second", other, model__name=str(start.folder.path))
-    adapter_config = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
-    assert adapter_config["base_model_name_or_path"] == str((start.folder.path / "model").resolve())
-    with pytest.raises(ConfigError, match="trained every weight") as caught:
-        second(tmp_path / "third", other, model__adapter=str(start.folder.path))
-    assert f"model.name: {start.folder.path}" in caught.value.fix
-
-
-@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("mode", ["qlora", "full"])
 def test_merged_start_has_the_logits_of_base_and_adapter(mode: str, first: Any, other: Inputs, tmp_path: Path):
     start = first().folder
     cfg, folder = new_run(tmp_path, other, tuning__mode=mode, model__adapter=str(start.path), model__merge_adapter=True)
@@ -130,15 +106,13 @@ def test_merged_start_has_the_logits_of_base_and_adapter(mode: str, first: Any, 
         assert (logits(load_base(cfg)) - beside).abs().max() < 1e-5
         return
     run = train_in(cfg, folder)
-    base = plain_base(folder.path / "base")
-    assert (logits(base) - beside).abs().max() < 1e-5
-    # The run and `eval` start from that base, in 4 bits where the mode says so.
+    assert (logits(plain_base(folder.path / "base")) - beside).abs().max() < 1e-5
+    # The run and `eval` start from that base, in 4 bits.
     begun = plain_base(folder.path / "base", mode)
     assert torch.equal(logits(load_base(cfg)), logits(begun))
     adapter_config = json.loads((folder.path / "adapter" / "adapter_config.json").read_text())
     assert adapter_config["base_model_name_or_path"] == str((folder.path / "base").resolve())
     plain = PeftModel.from_pretrained(begun, str(folder.path / "adapter"))
-    assert torch.equal(logits(plain), logits(load_result(cfg, folder.path)))
     assert torch.equal(logits(plain), logits(run.trainer.model.eval()))
     assert AutoTokenizer.from_pretrained(adapter_config["base_model_name_or_path"]).chat_template
 
@@ -162,7 +136,7 @@ def test_run_from_a_run_of_a_builtin_model_keeps_a_base_of_its_own(
     assert torch.equal(logits(plain), logits(run.trainer.model.eval()))
 
 
-@pytest.mark.parametrize(("mode", "merges"), [("qlora", False), ("lora", True), ("full", True)])
+@pytest.mark.parametrize(("mode", "merges"), [("qlora", False), ("full", True)])
 def test_resumed_run_ends_bit_for_bit_where_an_undisturbed_one_ends(
     mode: str, merges: bool, first: Any, other: Inputs, tmp_path: Path
 ):
@@ -198,37 +172,6 @@ def test_infer_batch_answers_from_the_right_base(merges: bool, first: Any, other
 
 
 @pytest.mark.parametrize(
-    ("key", "change", "values"),
-    [
-        ("r", {"tuning__lora__r": 8}, ("8", "4")),
-        ("dora", {"tuning__lora__dora": True}, ("true", "false")),
-        ("modules_to_save", {"tuning__lora__modules_to_save": ["lm_head"]}, ('["lm_head"]', "[]")),
-    ],
-)
-def test_other_shape_than_the_adapters_is_refused_naming_key_values_and_remedy(
-    key: str, change: dict[str, Any], values: tuple[str, str], first: Any, other: Inputs, tmp_path: Path
-):
-    cfg, _ = new_run(tmp_path, other, model__adapter=str(first().folder.path), **change)
-    with pytest.raises(ConfigError) as caught:
-        check_inputs(cfg)
-    assert caught.value.where.endswith(f"tuning.lora.{key}")
-    assert caught.value.what.startswith(f"{values[0]} here")
-    assert caught.value.what.endswith(f"has {values[1]}")
-    assert f"tuning.lora.{key}: {values[1]}" in caught.value.fix
-    assert "merge_adapter" in caught.value.fix
-
-
-def test_other_layers_than_the_adapters_are_refused(first: Any, other: Inputs, tmp_path: Path):
-    changes = {"model__adapter": str(first().folder.path), "tuning__lora__target_modules": ["q_proj"]}
-    cfg, _ = new_run(tmp_path, other, **changes)
-    with pytest.raises(ConfigError, match=r"2 layers \(q_proj\) here, .* has 14 \(down_proj") as caught:
-        load_base(cfg)
-    assert caught.value.where == "tuning.lora.target_modules"
-    merged, _ = new_run(tmp_path / "merged", other, model__merge_adapter=True, **changes)
-    load_base(merged)
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model__merge_adapter": True}, "no adapter to merge"),
@@ -237,6 +180,8 @@ def test_other_layers_than_the_adapters_are_refused(first: Any, other: Inputs, t
         ({"model__name": "unfinished"}, "has no result yet"),
         ({"model__name": "org/model", "model__adapter": "finished"}, "belongs to .*, not to org/model"),
         ({"tuning__mode": "full", "model__adapter": "finished"}, "full trains every weight"),
+        ({"tuning__lora__r": 8, "model__adapter": "finished"}, "8 here, .* has 4"),
+        ({"tuning__lora__dora": True, "model__adapter": "finished"}, "true here, .* has false"),
     ],
 )
 def test_start_that_is_not_there_or_does_not_fit_is_refused(
@@ -249,28 +194,6 @@ def test_start_that_is_not_there_or_does_not_fit_is_refused(
     cfg, _ = new_run(tmp_path, other, **changes)
     with pytest.raises(ConfigError, match=message):
         check_inputs(cfg)
-
-
-def test_name_that_could_be_two_things_is_refused_naming_both(
-    first: Any, other: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    (tmp_path / "outputs").mkdir()
-    (tmp_path / "outputs" / "twin").symlink_to(first().folder.path)
-    cfg, _ = new_run(tmp_path, other, model__name="twin")
-    assert resolve_names(cfg).model.adapter
-    # A downloaded model of that name, and a folder.
-    (tmp_path / "hf" / "hub" / "models--twin").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"the run .*outputs/twin or the hub's model twin"):
-        resolve_names(cfg)
-    (tmp_path / "hf" / "hub" / "models--twin").rmdir()
-    (tmp_path / "twin").mkdir()
-    with pytest.raises(ConfigError, match=r"the folder twin or the run .*outputs/twin"):
-        resolve_names(cfg)
-    (tmp_path / "twin").rmdir()
-    # A run may be called like its model without meaning itself.
-    assert resolve_names(cfg.with_values({"run_name": "twin"}, "test")).model.adapter is None
 
 
 def test_values_that_are_not_finite_are_never_merged(first: Any, other: Inputs, tmp_path: Path):

@@ -1,37 +1,86 @@
-"""A step's gradients do not depend on how its window is cut; compared with plain torch, one row at a time."""
+"""A step's gradients do not depend on how its window is cut; compared with plain torch, row by row."""
 
 from __future__ import annotations
 
 import random
-from itertools import combinations
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Inputs, built, train
 from plain_loss import label_losses
-from transformers import AutoModelForCausalLM
+from torch.nn import functional
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+)
 
+from sftplay.errors import ConfigError
 from sftplay.train.loss_heads import prove_label_head
-from sftplay.train.micro_batches import Collator, MicroBatcher, first_fit
+from sftplay.train.metrics import StepCounts
+from sftplay.train.micro_batches import (
+    Collator,
+    HeldOutBlocks,
+    MicroBatcher,
+    check_isolation,
+    first_fit,
+    ignores_padding,
+    needs_no_mask,
+)
 from sftplay.train.train_run import pad_to_multiple
 
-PAD = 0
+PAD, VOCAB = 0, 400
 LABELS = [1, 40, 2, 17, 1, 3, 60, 5]
 """Label tokens of the eight rows of the window all cuts must agree on."""
+
+BLOCKS = [(0, [9, 1, 14]), (1, [24]), (0, [5, 5, 5, 8]), (0, [23]), (1, [3, 18]), (0, [2, 1, 1, 20])]
+"""Source of each block, and the tokens of the documents in it."""
 
 
 def make_rows(counts: list[int] = LABELS) -> list[dict[str, Any]]:
     rng = random.Random(3)
     rows = []
     for n, count in enumerate(counts):
-        prompt = [rng.randrange(3, 400) for _ in range(rng.randint(1, 20))]
-        answer = [rng.randrange(3, 400) for _ in range(count)]
+        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 20))]
+        answer = [rng.randrange(3, VOCAB) for _ in range(count)]
         rows.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer, "row": n})
     return rows
+
+
+def make_blocks() -> list[dict[str, Any]]:
+    rng = random.Random(5)
+    blocks = []
+    for number, (source, lengths) in enumerate(BLOCKS):
+        documents = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+        blocks.append(
+            {
+                "input_ids": np.array([token for ids in documents for token in ids]),
+                "labels": np.array([token for ids in documents for token in [-100, *ids[1:]]]),
+                "position_ids": np.array([place for ids in documents for place in range(len(ids))]),
+                "row": source << 40 | number,
+                "source": source,
+            }
+        )
+    return blocks
+
+
+def losses_alone(model: Any, block: dict[str, Any]) -> torch.Tensor:
+    """The losses of a block's tokens, each document in a row of its own."""
+    starts = [*np.flatnonzero(block["position_ids"] == 0), len(block["input_ids"])]
+    documents = [block["input_ids"][a:b].tolist() for a, b in pairwise(starts)]
+    return torch.cat([label_losses(model, {"input_ids": ids, "labels": ids}) for ids in documents if len(ids) > 1])
 
 
 def gradients(model: Any) -> torch.Tensor:
@@ -43,31 +92,30 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_llama: Path) -> tuple[float, torch.Tensor]:
-    """Loss and gradients of the window: the sum over all label tokens divided by their number."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
-    losses = torch.cat([label_losses(model, row) for row in make_rows()])
-    assert len(losses) == sum(LABELS)
-    loss = losses.sum() / sum(LABELS)
-    loss.backward()
-    return loss.item(), gradients(model)
+@pytest.fixture
+def plain(tiny_llama: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
-def trainers(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One trainer a loss head, training every weight in fp64, so that only the cut can make a difference."""
-    made = {}
-    for head in ("standard", "chunked"):
-        home = tmp_path_factory.mktemp(head)
-        trainer = built(home, inputs, tuning__mode="full", train__loss_head=head, data__split=None).trainer
-        trainer.model.double()
-        made[head] = trainer
-    return made
+def trainers(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """A trainer that trains every weight in fp64, by its loss head: only the cut can make a difference."""
+    made: dict[str, Any] = {}
+
+    def trainer_with(head: str) -> Any:
+        if head not in made:
+            home = tmp_path_factory.mktemp(head)
+            made[head] = built(home, inputs, tuning__mode="full", train__loss_head=head, data__split=None).trainer
+            made[head].model.double()
+            made[head].source_names = ("domain", "chat")
+            made[head]._source_sums = torch.zeros(2, 2, dtype=torch.float64)
+        return made[head]
+
+    return trainer_with
 
 
 def step(trainer: Any, micro_batcher: MicroBatcher, rows: list[dict[str, Any]]) -> tuple[float, torch.Tensor]:
-    trainer.micro_batcher = micro_batcher
+    trainer.micro_batcher, trainer.counts = micro_batcher, StepCounts()
     trainer.model.zero_grad()
     windows, count = trainer.get_batch_samples(iter([Collator(PAD)(rows)]), 1, torch.device("cpu"))
     loss = trainer.training_step(trainer.model, windows[0], count)
@@ -81,83 +129,53 @@ def step(trainer: Any, micro_batcher: MicroBatcher, rows: list[dict[str, Any]]) 
         MicroBatcher(8),
         MicroBatcher(1),
         MicroBatcher(3),
-        MicroBatcher(1, packs=True, max_tokens=128),
         MicroBatcher(2, packs=True, max_tokens=90),
         MicroBatcher(1, budget_tokens=90),
     ],
-    ids=["one micro-batch", "single rows", "threes", "packed", "packed in pairs", "by tokens"],
+    ids=["one micro-batch", "single rows", "threes", "packed in pairs", "by tokens"],
 )
 def test_gradients_of_a_window_are_those_of_all_its_label_tokens_however_it_is_cut(
-    micro_batcher: MicroBatcher, head: str, trainers: dict[str, Any], reference: tuple[float, torch.Tensor]
+    micro_batcher: MicroBatcher, head: str, trainers: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    loss, actual = step(trainers[head], micro_batcher, make_rows())
-    assert loss == pytest.approx(reference[0], rel=1e-6)
-    assert difference(actual, reference[1]) <= 1e-6
+    losses = torch.cat([label_losses(plain, row) for row in make_rows()])
+    assert len(losses) == sum(LABELS)
+    losses.mean().backward()
+    trainer = trainers(head)
+    for drops_mask in (False, True):
+        monkeypatch.setattr(trainer, "_drops_mask", drops_mask)
+        loss, actual = step(trainer, micro_batcher, make_rows())
+        assert loss == pytest.approx(losses.mean().item(), rel=1e-6)
+        assert difference(actual, gradients(plain)) <= 1e-6
 
 
-def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(trainers: dict[str, Any], tiny_llama: Path):
+def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(trainers: Any, plain: Any):
     rows = [{**row, "labels": list(row["input_ids"])} for row in make_rows([3, 4, 5])]
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
-    losses = torch.cat([label_losses(model, row) for row in rows])
+    losses = torch.cat([label_losses(plain, row) for row in rows])
     assert len(losses) == sum(len(row["input_ids"]) - 1 for row in rows)
     losses.mean().backward()
     for micro_batcher in (MicroBatcher(3), MicroBatcher(1, packs=True, max_tokens=128)):
-        loss, actual = step(trainers["standard"], micro_batcher, rows)
+        loss, actual = step(trainers("standard"), micro_batcher, rows)
         assert loss == pytest.approx(losses.mean().item(), rel=1e-6)
-        assert difference(actual, gradients(model)) <= 1e-6
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_packing_never_overfills_and_holds_every_row_once(seed: int):
-    rng = random.Random(seed)
-    room = rng.randint(20, 128)
-    lengths = [rng.randint(1, room) for _ in range(rng.randint(1, 60))]
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    groups = first_fit(lengths, order, room=room)
-    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
-    assert max(sum(lengths[row] for row in group) for group in groups) <= room
-    assert first_fit([3, 12, 4], [1, 2, 0], room=10) == [[1], [2, 0]]  # too long: a group of its own
-    rows = [{"input_ids": [i + 1] * n, "labels": [i + 1] * n, "row": i} for i, n in enumerate(lengths)]
-    micro_batches = list(MicroBatcher(3, packs=True, max_tokens=room).cut(Collator(PAD)(rows)))
-    assert max(micro_batch["input_ids"].shape[1] for micro_batch in micro_batches) <= room
-    held = torch.cat([micro_batch["input_ids"].flatten() for micro_batch in micro_batches])
-    assert [int((held == i + 1).sum()) for i in range(len(lengths))] == lengths
-
-
-def fewest_groups(lengths: list[int], room: int) -> int:
-    """The true minimum, by trying every first group that holds the first row."""
-    if not lengths:
-        return 0
-    first, rest = lengths[0], lengths[1:]
-    best = len(lengths)
-    for size in range(len(rest) + 1):
-        for chosen in combinations(range(len(rest)), size):
-            if first + sum(rest[i] for i in chosen) <= room:
-                left = [length for i, length in enumerate(rest) if i not in chosen]
-                best = min(best, 1 + fewest_groups(left, room))
-    return best
-
-
-@given(st.lists(st.integers(1, 10), min_size=7, max_size=7))
-def test_packing_stays_within_johnsons_bound_of_the_minimum(lengths: list[int]):
-    lengths.sort(reverse=True)
-    assert len(first_fit(lengths, range(len(lengths)), room=10)) <= 11 / 9 * fewest_groups(lengths, 10) + 1
+        assert difference(actual, gradients(plain)) <= 1e-6
 
 
 @given(st.lists(st.integers(1, 48), min_size=1, max_size=40), st.integers(1, 300))
-def test_pieces_by_tokens_stay_within_their_budget_and_hold_every_row_once(lengths: list[int], budget: int):
-    rows = [{"input_ids": [i + 1] * n, "labels": [i + 1] * n, "row": i} for i, n in enumerate(lengths)]
-    micro_batches = list(MicroBatcher(1, budget_tokens=budget).cut(Collator(PAD)(rows)))
-    for micro_batch in micro_batches:
+def test_cuts_stay_within_their_budget_and_hold_every_row_once(lengths: list[int], budget: int):
+    window = Collator(PAD)([{"input_ids": [i + 1] * n, "labels": [i + 1] * n, "row": i} for i, n in enumerate(lengths)])
+    padded = list(MicroBatcher(1, budget_tokens=budget).cut(window))
+    room = max(budget, *lengths)
+    packed = list(MicroBatcher(3, packs=True, max_tokens=room).cut(window))
+    for micro_batches in (padded, packed):
+        held = torch.cat([micro_batch["input_ids"].flatten() for micro_batch in micro_batches])
+        assert [int((held == i + 1).sum()) for i in range(len(lengths))] == lengths
+    assert max(micro_batch["input_ids"].shape[1] for micro_batch in packed) <= room
+    for n, micro_batch in enumerate(padded):
         count, width = micro_batch["input_ids"].shape
         assert count * width <= budget or count == 1
         assert width == int(micro_batch["attention_mask"].sum(1).max())
-    held = torch.cat([micro_batch["input_ids"].flatten() for micro_batch in micro_batches])
-    assert [int((held == i + 1).sum()) for i in range(len(lengths))] == lengths
-    # As few as can be in this order: no micro-batch could have taken the first row of the next one.
-    for micro_batch in micro_batches[:-1]:
-        count, width = micro_batch["input_ids"].shape
-        assert (count + 1) * width > budget
+        # As few as can be in this order: no micro-batch could have taken the first row of the next one.
+        assert n == len(padded) - 1 or (count + 1) * width > budget
+    assert first_fit([3, 12, 4], [1, 2, 0], room=10) == [[1], [2, 0]]  # too long: a group of its own
 
 
 def test_batches_by_tokens_train_to_the_weights_of_batches_by_examples_with_less_work(inputs: Inputs, tmp_path: Path):
@@ -195,12 +213,10 @@ def test_scores_at_labelled_positions_alone_give_the_loss_and_gradients_of_all_s
 
 @pytest.mark.parametrize("head", ["standard", "chunked"])
 def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
-    head: str, trainers: dict[str, Any], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    head: str, trainers: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
-    trainer = trainers[head]
-    with torch.no_grad():
-        losses = torch.cat([label_losses(model, row) for row in trainer.eval_dataset])
+    trainer = trainers(head)
+    losses = torch.cat([label_losses(plain, row).detach() for row in trainer.eval_dataset])
     per_row = [len([label for label in row["labels"] if label != -100]) for row in trainer.eval_dataset]
     assert max(per_row) > 3 * min(per_row)
     # The last batch is short: 12 rows in batches of 8.
@@ -211,3 +227,129 @@ def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
     assert len(padded) == 16
     monkeypatch.setattr(trainer, "held_out_labels_per_row", len(losses) / 16)
     assert trainer.evaluate(padded)["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+
+
+@pytest.fixture
+def alone(plain: Any) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """Losses of each source's label tokens, and the gradient of the mean over all of them."""
+    blocks = make_blocks()
+    losses = {
+        source: torch.cat([losses_alone(plain, block) for block in blocks if block["source"] == source])
+        for source in (0, 1)
+    }
+    torch.cat(list(losses.values())).mean().backward()
+    return {source: each.detach() for source, each in losses.items()}, gradients(plain)
+
+
+@pytest.mark.parametrize(
+    ("rows", "head", "flat"), [(1, "standard", False), (6, "chunked", False), (6, "standard", True)]
+)
+def test_a_window_of_blocks_has_the_gradient_of_its_documents_one_by_one(
+    rows: int, head: str, flat: bool, trainers: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """`flat` is one row, as flash attention has it."""
+    trainer, (losses, expected) = trainers(head), alone
+    monkeypatch.setattr(trainer, "_wants_one_row", flat)
+    loss, actual = step(trainer, MicroBatcher(rows), make_blocks())
+    assert loss == pytest.approx(float(torch.cat(list(losses.values())).mean()), rel=1e-6)
+    assert difference(actual, expected) <= 1e-6
+    counts = trainer.take_counts()
+    assert counts.rows == [block["row"] for block in make_blocks()]
+    for source, found in counts.sources.items():
+        blocks = [block for block in make_blocks() if block["source"] == source]
+        assert found.tokens == sum(len(block["input_ids"]) for block in blocks)
+        assert found.label_tokens == len(losses[source])
+        assert float(found.loss_sum) == pytest.approx(float(losses[source].sum()), rel=1e-6)
+
+
+def test_a_window_that_runs_out_of_memory_counts_no_loss_twice(
+    trainers: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = trainers("standard")
+    real, failed = trainer._run_micro_batch, []
+
+    def run(model: Any, micro_batch: Any, *, n_items: Any) -> Any:
+        if int(micro_batch["source"]) == 1 and not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return real(model, micro_batch, n_items=n_items)
+
+    monkeypatch.setattr(trainer, "_run_micro_batch", run)
+    _, actual = step(trainer, MicroBatcher(3), make_blocks())
+    counts, (losses, expected) = trainer.take_counts(), alone
+    assert failed
+    assert trainer.micro_batcher.micro_batch < 3
+    assert difference(actual, expected) <= 1e-6
+    for source, found in counts.sources.items():
+        assert float(found.loss_sum) == pytest.approx(float(losses[source].sum()), rel=1e-6)
+
+
+def test_held_out_blocks_are_measured_by_source_and_together(
+    trainers: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+):
+    trainer, (losses, _) = trainers("standard"), alone
+    blocks = make_blocks()
+    held_out = HeldOutBlocks([[block for block in blocks if block["source"] == source] for source in (0, 1)])
+    padded = held_out.padded_to(8)
+    assert (len(held_out), len(padded)) == (6, 8)
+    assert held_out.label_tokens == padded.label_tokens == sum(map(len, losses.values()))
+    monkeypatch.setattr(trainer, "held_out_labels_per_row", padded.label_tokens / len(padded))
+    monkeypatch.setattr(trainer.args, "per_device_eval_batch_size", 4)
+    metrics = trainer.evaluate(padded)
+    assert metrics["eval_loss"] == pytest.approx(float(torch.cat(list(losses.values())).mean()), rel=1e-6)
+    for source, name in enumerate(trainer.source_names):
+        expected = pytest.approx(float(losses[source].mean()), rel=1e-6)
+        assert metrics[f"eval_{name}_loss"] == expected
+        assert trainer.held_out_sources[name] == {"loss": expected, "label_tokens": len(losses[source])}
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [MambaConfig(**SIZES, state_size=8), BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)],
+    ids=["state space", "attention without positions"],
+)
+def test_a_model_that_carries_one_document_into_the_next_is_refused(config: Any):
+    with pytest.raises(ConfigError, match="lets each document of a block see the ones before it") as caught:
+        check_isolation(AutoModelForCausalLM.from_config(config))
+    assert "cpt.cross_document: true" in caught.value.fix
+    check_isolation(AutoModelForCausalLM.from_config(LlamaConfig(**HEADS)))
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "needs"),
+    [
+        (LlamaConfig(**HEADS), (8, 0), False),
+        (LlamaConfig(**HEADS), (7, 0), True),  # flash attention begins with Ampere (torch, sdp_utils.cpp)
+        (MistralConfig(**HEADS, sliding_window=8), (8, 0), True),
+        (Gemma3TextConfig(**HEADS, head_dim=8, sliding_window=8), (8, 0), True),
+        (MixtralConfig(**HEADS, num_local_experts=2, output_router_logits=True, sliding_window=None), (8, 0), True),
+        (BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4), (8, 0), True),
+    ],
+    ids=["plain", "an older GPU", "a window that slides", "layers with windows", "a router's loss", "ALiBi"],
+)
+def test_a_plain_decoder_in_16_bits_needs_no_mask_on_a_new_gpu(
+    config: Any, capability: tuple[int, int], needs: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=None if "bloom" in str(type(config)) else "sdpa"
+    )
+    assert needs_no_mask(model, torch.device("cuda", 0), is_half=True) is not needs
+    assert not needs_no_mask(model, torch.device("cuda", 0), is_half=False)
+    assert not needs_no_mask(model, torch.device("cpu"), is_half=True)
+
+
+def test_a_model_in_which_tokens_see_what_stands_behind_them_is_found_by_the_proof():
+    def everything(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[Any, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("both_ways", everything)
+    config = LlamaConfig(**HEADS)
+    assert not ignores_padding(AutoModelForCausalLM.from_config(config, attn_implementation="both_ways"))
+    assert ignores_padding(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))

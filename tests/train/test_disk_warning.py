@@ -12,7 +12,7 @@ import torch
 from in_process import Inputs, new_run, train_in
 
 from sftplay.launch.checkpoints import mark_complete
-from sftplay.train.disk import SMALL_FILES_BYTES, WarnOfFullDisk
+from sftplay.train.guards import SMALL_FILES_BYTES, WarnOfFullDisk
 
 MIB = 2**20
 RESULT = 4 * 100  # 99 fp32 weights and their bias
@@ -21,10 +21,10 @@ RESULT = 4 * 100  # 99 fp32 weights and their bias
 class Disk:
     """A run of 100 steps that saves every 10, on a disk whose free bytes the test sets."""
 
-    def __init__(self, home: Path, patch: pytest.MonkeyPatch, *, limit: int = 2) -> None:
+    def __init__(self, home: Path, patch: pytest.MonkeyPatch) -> None:
         self.home, self.free = home, 0
-        patch.setattr("sftplay.train.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=self.free))
-        self.warn = WarnOfFullDisk(home, limit)
+        patch.setattr("sftplay.train.guards.shutil.disk_usage", lambda _: SimpleNamespace(free=self.free))
+        self.warn = WarnOfFullDisk(home, 2)
         self.parts = {"model": torch.nn.Linear(99, 1), "optimizer": SimpleNamespace(state={})}
 
     def predict(self, step: int, *, free: int, saved: bool = False) -> None:
@@ -59,16 +59,6 @@ def warnings_in(capsys: Any) -> list[dict[str, int]]:
     return [{name: int(text.replace(",", "")) for name, text in zip(names, each, strict=True)} for each in warnings]
 
 
-def test_prediction_after_the_first_step_counts_all_checkpoints_that_will_be_kept(disk: Disk, capsys: Any):
-    # Two are kept, and a third is written before the oldest is removed. Each is as large as the model's weights here.
-    needed = 3 * RESULT + RESULT + SMALL_FILES_BYTES
-    disk.predict(1, free=needed)
-    assert warnings_in(capsys) == []
-    disk.warn = WarnOfFullDisk(disk.home, 2)
-    disk.predict(1, free=needed - 1)
-    assert [each["needed"] for each in warnings_in(capsys)] == [needed]
-
-
 def test_warning_gives_the_bytes_and_comes_once(disk: Disk, capsys: Any):
     disk.predict(1, free=1000)
     assert warnings_in(capsys) == [{
@@ -79,40 +69,16 @@ def test_warning_gives_the_bytes_and_comes_once(disk: Disk, capsys: Any):
     assert warnings_in(capsys) == []
 
 
-def test_between_saves_and_on_other_ranks_the_disk_is_not_looked_at(disk: Disk, capsys: Any, monkeypatch: Any):
-    disk.predict(1, free=10**9)
-    disk.predict(2, free=0)
-    monkeypatch.setenv("RANK", "1")
-    disk.predict(10, free=0, saved=True)
-    assert warnings_in(capsys) == []
-    monkeypatch.delenv("RANK")
-    disk.predict(10, free=0, saved=True)
-    assert len(warnings_in(capsys)) == 1
-
-
-def test_next_checkpoint_needs_room_beside_those_that_are_kept(disk: Disk, capsys: Any):
-    disk.predict(1, free=100 * MIB)
-    for step in (10, 20):
-        disk.save(step, MIB)
-    disk.predict(20, free=MIB, saved=True)
-    (warning,) = warnings_in(capsys)
-    assert MIB < warning["each"] < MIB + 4096  # its marker is small
-    assert warning["own"] == warning["each"]
-
-
-def test_other_files_are_expected_to_grow_at_the_same_rate_to_the_last_step(disk: Disk, capsys: Any):
+def test_other_files_are_expected_to_grow_and_after_the_last_checkpoint_only_the_result_needs_room(
+    disk: Disk, capsys: Any
+):
     disk.predict(1, free=100 * MIB)
     disk.save(10, 3 * MIB)
     own = sum(path.stat().st_size for path in disk.home.rglob("*") if path.is_file())
     # In nine steps other files grew by 9 MiB, 1 MiB a step: 90 more steps take 90 MiB.
     disk.predict(10, free=100 * MIB - own - 9 * MIB, saved=True)
-    (warning,) = warnings_in(capsys)
-    assert warning["others"] == 90 * MIB
-
-
-def test_after_the_last_checkpoint_only_the_result_needs_room(disk: Disk, capsys: Any):
-    disk.predict(1, free=100 * MIB)
-    disk.save(100, MIB)
+    assert [each["others"] for each in warnings_in(capsys)] == [90 * MIB]
+    disk.warn = WarnOfFullDisk(disk.home, 2)
     disk.predict(100, free=RESULT + SMALL_FILES_BYTES, saved=True)
     assert warnings_in(capsys) == []
     disk.predict(100, free=RESULT + SMALL_FILES_BYTES - 1, saved=True)
@@ -120,13 +86,11 @@ def test_after_the_last_checkpoint_only_the_result_needs_room(disk: Disk, capsys
 
 
 def test_run_on_a_disk_that_is_nearly_full_warns_after_its_first_step_and_goes_on(
-    tmp_path: Path, tiny_llama: Path, chat_rows: Path, held_out_rows: Path, capsys: Any, monkeypatch: Any
+    tmp_path: Path, inputs: Inputs, capsys: Any, monkeypatch: Any
 ):
-    cfg, folder = new_run(
-        tmp_path, Inputs(tiny_llama, chat_rows, held_out_rows), train__save_steps=2, tuning__mode="full"
-    )
+    cfg, folder = new_run(tmp_path, inputs, train__save_steps=2, tuning__mode="full")
     # 48,288 fp32 weights with two moments each: two checkpoints take 1.16 MB, the result 0.19 MB.
-    monkeypatch.setattr("sftplay.train.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=1_300_000))
+    monkeypatch.setattr("sftplay.train.guards.shutil.disk_usage", lambda _: SimpleNamespace(free=1_300_000))
     assert train_in(cfg, folder).outcome.step == 4
     out = capsys.readouterr().out
     assert out.count("warning: the disk will be full before step 4: 1,300,000 bytes free") == 1

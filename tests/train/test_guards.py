@@ -65,35 +65,17 @@ def test_fp16_run_may_skip_as_many_steps_as_its_scale_can_be_halved(tmp_path: Pa
         check(guard, math.nan, 1.0, fp16=True)
 
 
-def attached_stop() -> StopOnSignal:
-    """A guard with a trainer."""
+def test_a_signal_counts_on_all_ranks_at_the_next_step_and_once(monkeypatch: pytest.MonkeyPatch):
     stop = StopOnSignal()
     stop.attach(SimpleNamespace(heartbeat=Heartbeat()))
-    return stop
-
-
-def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(monkeypatch: pytest.MonkeyPatch):
-    stop, sent = attached_stop(), []
+    sigterm = int(signal.SIGTERM)
+    others = iter([0, sigterm])  # another rank reports it at the second step
 
     def gather(numbers: list[int], _heartbeat: Any) -> list[list[int]]:
-        sent.append(numbers[0])
-        if len(sent) == 1:
-            stop._on_signal(signal.SIGTERM, None)
-        return [numbers, [0]]
+        return [list(numbers), [next(others)]]
 
     monkeypatch.setattr("sftplay.train.guards.gather_numbers", gather)
     stops = [stop.on_step_end(None, TrainerState(), TrainerControl()).should_training_stop for _ in range(2)]
-    assert stops == [False, True]
-    assert sent == [0, signal.SIGTERM]
-
-
-def test_the_first_signal_does_not_count_as_a_second_when_another_rank_reported_it_before(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    stop = attached_stop()
-    sigterm = [int(signal.SIGTERM)]
-    monkeypatch.setattr("sftplay.train.guards.gather_numbers", lambda received, _: [received, sigterm])
-    stop.on_step_end(None, TrainerState(), TrainerControl())
-    assert stop.received == signal.SIGTERM
-    stop._on_signal(signal.SIGTERM, None)  # a second one would end this very process
-    assert stop.received == signal.SIGTERM
+    assert (stops, stop.received) == ([False, True], sigterm)
+    stop._on_signal(sigterm, None)  # this rank's own first one: a second one would end this very process
+    assert stop.received == sigterm

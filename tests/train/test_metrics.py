@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +15,17 @@ from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from sftplay.config.load import load_resolved
 from sftplay.heartbeat import Heartbeat
-from sftplay.model.out_of_memory import held_bytes, memory_fields
 from sftplay.train.exact_batch import StepCounts
-from sftplay.train.metrics import MetricsWriter, TrackPhases, compare_memory
+from sftplay.train.metrics import (
+    CostModel,
+    MetricsWriter,
+    RankShare,
+    TrackPhases,
+    describe_ranks,
+    describe_speed,
+    mean_loss,
+)
 from sftplay.train.micro_batches import Collator, MicroBatcher
-from sftplay.train.observer import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
 
 GIB = 2**30
 ROWS = [
@@ -166,56 +170,25 @@ def test_each_rank_has_its_own_loss_and_weighs_by_its_labels():
     assert speed["communication_max_s"] == 0.25
 
 
-def test_unknown_figures_are_null_and_not_shown_as_a_curve():
-    shares = [share(label_tokens=3, loss_sum=6.0, flops=1e12, peak_flops=1e12), share(flops=1e12)]
-    assert describe_ranks(shares)[1]["loss"] is None
-    assert mean_loss(shares) == 2.0
-    speed = describe_speed(shares, steps=1)
-    assert speed["model_tflops_per_s"] == 1.0
-    assert speed["mfu"] is None
-    assert describe_speed([share()], steps=1)["model_tflops_per_s"] is None
-    assert mean_loss([share(label_tokens=3, loss_sum=None)]) is None
-    line = {**speed, "label_tokens": 3, "ranks": describe_ranks(shares), "ranks_memory": [{"peak_bytes": 7}, {}]}
-    shown = scalars(line)
-    assert "mfu" not in shown
-    assert "rank1/loss" not in shown
-    assert (shown["rank0/loss"], shown["rank0/peak_bytes"]) == (2.0, 7)
-
-
-def test_planned_and_held_memory_are_compared_by_the_same_measure():
-    on_cpu = {"peak_rss_bytes": GIB, "predicted_peak_bytes": 2 * GIB, "predicted_allocated_bytes": GIB // 4}
-    assert compare_memory(on_cpu) == "memory: planned at most 2.00 GiB with its margin, most held 1.00 GiB"
-    on_gpu = {"allocated_bytes": GIB, "reserved_bytes": 5 * GIB, "peak_bytes": 4 * GIB,
-              "predicted_peak_bytes": 6 * GIB, "predicted_allocated_bytes": 3 * GIB}  # fmt: skip
-    assert compare_memory(on_gpu) == (
-        "memory: planned 3.00 GiB in torch's allocator (6.00 GiB with process and margin), most held 4.00 GiB"
-    )
-    assert compare_memory({"peak_rss_bytes": GIB}) == ""
-
-
-@pytest.fixture(scope="module")
-def stopped_and_resumed(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, str]:
-    """A run of five steps with a line every three: stopped by a signal after the second, then resumed to its end."""
-    home = tmp_path_factory.mktemp("run")
-    cfg, folder = new_run(
-        home, inputs, tuning__mode="full", train__max_steps=5, train__save_steps=100, logging__steps=3,
-        train__batch_size=2,
-    )  # fmt: skip
-    folder.write_json("plan.json", {"peak_bytes": 5 * GIB, "allocated_bytes": GIB})
-    train_in(cfg, folder, StopAfter(2))
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        resumed = train_in(load_resolved(folder.resolved).with_values({"train.resume": "auto"}, "test"), folder)
-    return resumed, printed.getvalue()
-
-
 def rows_of(finished: Finished) -> dict[int, dict[str, Any]]:
     return {row["row"]: row for row in finished.trainer.train_dataset}
 
 
 def test_each_line_counts_exactly_the_rows_since_the_line_before_over_a_signal_and_a_resume(
-    stopped_and_resumed: tuple[Finished, str],
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    lines, rows = stopped_and_resumed[0].metrics, rows_of(stopped_and_resumed[0])
+    """Five steps with a line every three: stopped by a signal after the second, then resumed to the end."""
+    cfg, folder = new_run(
+        tmp_path, inputs, tuning__mode="full", train__max_steps=5, train__save_steps=100, logging__steps=3,
+        train__batch_size=2,
+    )  # fmt: skip
+    folder.write_json("plan.json", {"peak_bytes": 5 * GIB, "allocated_bytes": GIB})
+    train_in(cfg, folder, StopAfter(2))
+    capsys.readouterr()
+    run = train_in(load_resolved(folder.resolved).with_values({"train.resume": "auto"}, "test"), folder)
+    assert "memory: planned" in capsys.readouterr().out
+    lines, rows = run.metrics, rows_of(run)
+    assert lines[-1]["ranks_memory"][0]["predicted_peak_bytes"] == 5 * GIB
     assert [(line["step"], line["attempt"], len(line["row_ids"][0])) for line in lines] == [
         (2, 1, 16), (3, 2, 8), (5, 2, 16),
     ]  # fmt: skip
@@ -236,39 +209,3 @@ def test_each_line_counts_exactly_the_rows_since_the_line_before_over_a_signal_a
         flops = 6 * 2 * LLAMA_LAYER * sum(lengths) + 6 * 32 * 400 * labels + 12 * 2 * 32 * pairs
         assert line["model_tflops_per_s"] * 1e12 * wall_s == pytest.approx(flops, rel=0.01)
         assert line["mfu"] is None  # the peak of a CPU is not known
-
-
-def test_planned_peak_is_in_each_line_and_is_compared_with_the_held_memory_at_the_end(
-    stopped_and_resumed: tuple[Finished, str],
-):
-    memory = stopped_and_resumed[0].metrics[-1]["ranks_memory"][0]
-    assert (memory["predicted_peak_bytes"], memory["predicted_allocated_bytes"]) == (5 * GIB, GIB)
-    assert stopped_and_resumed[1].count("memory: planned") == 1
-    if not torch.cuda.is_available():
-        assert memory["peak_rss_bytes"] > 0
-        assert "planned at most 5.00 GiB with its margin, most held" in stopped_and_resumed[1]
-
-
-def test_loss_of_a_line_is_the_mean_over_its_label_tokens(inputs: Inputs, tmp_path: Path):
-    cfg, folder = new_run(
-        tmp_path, inputs, tuning__mode="full", train__max_steps=2, train__learning_rate=1e-12, logging__steps=2,
-    )  # fmt: skip
-    finished = train_in(cfg, folder)
-    (line,) = finished.metrics
-    rows, model = rows_of(finished), AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.float64)
-    each = [label_losses(model, rows[n]) for n in line["row_ids"][0]]
-    assert line["loss"] == pytest.approx(torch.cat(each).mean().item(), rel=1e-5)
-    # The steps have different numbers of labels: the mean of the steps' means is another figure.
-    by_step = [torch.cat(each[i : i + 8]).mean().item() for i in (0, 8)]
-    assert abs(sum(by_step) / 2 - line["loss"]) > 1e-4
-    assert line["ranks"][0]["loss"] == line["loss"]
-
-
-@pytest.mark.parametrize(("system", "ru_maxrss"), [("linux", 3 * 2**10), ("darwin", 3 * 2**20)])
-def test_memory_of_a_process_is_in_bytes_on_every_system(system: str, ru_maxrss: int, monkeypatch: pytest.MonkeyPatch):
-    """3 MiB: getrusage(2) counts KiB on Linux and bytes on macOS."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("sys.platform", system)
-    monkeypatch.setattr("resource.getrusage", lambda _who: SimpleNamespace(ru_maxrss=ru_maxrss))
-    assert memory_fields() == {"peak_rss_bytes": 3 * 2**20}
-    assert held_bytes() == 3 * 2**20

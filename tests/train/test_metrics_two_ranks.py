@@ -43,12 +43,10 @@ class TwoRanks:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(
-    tiny_llama: Path, chat_rows: Path, held_out_rows: Path, tmp_path_factory: pytest.TempPathFactory
-) -> TwoRanks:
+def two_ranks(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     home = tmp_path_factory.mktemp("ranks")
     folder = prepare_two_ranks(
-        home, Inputs(tiny_llama, chat_rows, held_out_rows), logging__backend="tensorboard", tuning__mode="full",
+        home, inputs, logging__backend="tensorboard", tuning__mode="full",
         train__max_steps=STEPS, train__learning_rate=1e-12, train__batch_size=2, train__grad_accum=2, data__split=0,
         data__val_path=None,
     )  # fmt: skip

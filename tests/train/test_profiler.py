@@ -7,16 +7,13 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
+from in_process import Finished, Inputs, new_run, train, train_in
 
-from sftplay.config.train import ProfileConfig
-from sftplay.heartbeat import Heartbeat
-from sftplay.train.profiler import ProfileSteps, idle_share
+from sftplay.train.profiler import idle_share
 
 START, STEPS = 2, 2
 
@@ -79,15 +76,6 @@ def test_summary_is_at_most_ten_lines_and_names_time_memory_and_file(run: Finish
     assert f"gradients reach {sum(4 * p.numel() for p in trained) / 1024:.1f} KiB" in text
 
 
-def test_highest_memory_is_that_of_torchs_own_running_count(run: Finished, printed: list[str]):
-    events = [each for each in trace_of(run)["traceEvents"] if each["name"] == "[memory]"]
-    counts = [each["args"]["Total Allocated"] for each in sorted(events, key=lambda each: each["args"]["Ev Idx"])]
-    first = min(events, key=lambda each: each["args"]["Ev Idx"])["args"]
-    above = max(counts) - (first["Total Allocated"] - first["Bytes"])
-    assert above > 2**20  # scores of 400 words alone
-    assert f"activations and the rest {above / 2**20:.1f} MiB" in "\n".join(printed)
-
-
 def test_weights_and_losses_are_the_same_with_and_without_a_profile(run: Finished, tmp_path: Path, inputs: Inputs):
     plain = train(tmp_path, inputs, train__batch_size=4)
     assert not (plain.folder.path / "profile").exists()
@@ -112,46 +100,6 @@ def test_every_process_writes_a_trace_with_its_communication(write_config: Any, 
             f"phase: {name}" for name in ("data", "forward", "backward", "communication", "optimizer")
         }
     assert done.stdout.count("[profile] steps 2 to 2:") == 1
-
-
-def test_resumed_run_profiles_only_a_start_that_lies_ahead(tmp_path: Path, inputs: Inputs, capsys: Any):
-    changes = {"train__profile": {"start": 2, "steps": 1}, "train__save_steps": 1, "train__save_total_limit": 4}
-    cfg, folder = new_run(tmp_path, inputs, **changes)
-    train_in(cfg, folder, StopAfter(1))
-    assert not (folder.path / "profile").exists()
-    resumed = cfg.with_values({"train.resume": "auto"}, "test")
-    train_in(resumed, folder, StopAfter(3))
-    trace = folder.path / "profile" / "rank0.trace.json.gz"
-    assert [each["name"] for each in spans(json.loads(gzip.decompress(trace.read_bytes())), "ProfilerStep#")] == [
-        "ProfilerStep#2"
-    ]
-    trace.unlink()
-    capsys.readouterr()
-    train_in(resumed, folder)
-    assert not trace.exists()
-    assert capsys.readouterr().out.count("nothing is profiled: the run continues after step 2") == 1
-
-
-def test_profile_ends_before_an_evaluation_that_falls_between_its_steps(tmp_path: Path, inputs: Inputs):
-    done = train(tmp_path, inputs, train__profile={"start": 1, "steps": 4}, train__eval_steps=2)
-    trace = trace_of(done)
-    assert [each["name"] for each in spans(trace, "ProfilerStep#")] == ["ProfilerStep#1", "ProfilerStep#2"]
-    assert not spans(trace, "phase: evaluation")
-
-
-def test_start_after_the_last_step_is_reported(capsys: Any):
-    heartbeat = Heartbeat()
-    profile = ProfileSteps(ProfileConfig(start=9, steps=1), Path("nowhere"), heartbeat=heartbeat)
-    profile.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=4), None)
-    assert "nothing is profiled: the run ends with step 4, before 9" in capsys.readouterr().out
-    assert heartbeat.listener is None
-
-
-def test_folder_that_cannot_be_made_costs_the_profile_and_not_the_run(tmp_path: Path, inputs: Inputs, capsys: Any):
-    cfg, folder = new_run(tmp_path, inputs, train__profile={"start": 1, "steps": 1}, train__max_steps=2)
-    (folder.path / "profile").write_text("a file is in the way")
-    assert train_in(cfg, folder).outcome.step == 2
-    assert "the profile could not be written, the run goes on" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from sftplay.evaluate.perplexity import find_held_out, measure_sources
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.sample import write_masked_sample
 from sftplay.tasks.sft import task as sft
-from sftplay.train.fingerprint import describe_renderer
+from sftplay.train.checkpointing import describe_renderer
 from sftplay.train.micro_batches import HeldOutBlocks, can_compute, check_isolation
 from sftplay.train.task import RowOrder, Rows, TrainerParts
 

@@ -38,7 +38,7 @@ from sftplay.tasks.grpo.scoring import DynamicSampler, LocalBatch, RewardScorer,
 from sftplay.tasks.grpo.watch import read_policy_clip_share
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.exact_batch import StepSetup
-from sftplay.train.observer import StepCounts
+from sftplay.train.metrics import StepCounts
 from sftplay.train.preflight import has_sharded_weights
 from sftplay.train.task import RowOrder
 from sftplay.train.upstream import (

@@ -26,7 +26,7 @@ from sftplay.reward.code_answer import How
 from sftplay.reward.code_rewards import NO_CODE
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, aligned, combined
 from sftplay.sandbox.boxes.job import Status
-from sftplay.train.observer import Observer
+from sftplay.train.metrics import Observer
 
 
 def write_samples(folder: Path, lines: Sequence[Mapping[str, Any]], *, step: int) -> None:

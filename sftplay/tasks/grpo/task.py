@@ -21,7 +21,7 @@ from sftplay.machine.releases import page_argument
 from sftplay.tasks.grpo.sampling import PromptRows, SamplingMixin, find_run_order, send_copies
 from sftplay.tasks.grpo.scoring import KeepDraws, RewardScorer
 from sftplay.tasks.grpo.watch import EvaluatePrompts, SignalHealth, WatchBaseWeights
-from sftplay.train.fingerprint import describe_renderer
+from sftplay.train.checkpointing import describe_renderer
 from sftplay.train.task import Rows, TrainerParts
 from sftplay.train.upstream import avoid_triton, on_one_gpu
 

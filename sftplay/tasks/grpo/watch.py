@@ -35,7 +35,7 @@ from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.grpo.rollouts import replaced_attributes
 from sftplay.tasks.grpo.scoring import RewardScorer
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
-from sftplay.train.observer import Observer
+from sftplay.train.metrics import Observer
 
 GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 """All values are given: a missing one comes from the generation config that was shipped with the model."""

@@ -21,7 +21,7 @@ from sftplay.tasks.hrm.puzzles.folder import PuzzleFolder
 from sftplay.tasks.hrm.puzzles.sampler import open_split
 from sftplay.tasks.hrm.puzzles.sudoku import GridText
 from sftplay.tasks.hrm.task import open_puzzles
-from sftplay.train.observer import write_measured
+from sftplay.train.metrics import write_measured
 
 
 def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: int | None, path: Path) -> dict[str, Any]:

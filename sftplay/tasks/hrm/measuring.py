@@ -28,7 +28,7 @@ from sftplay.tasks.hrm.puzzles.sampler import PuzzleBatch, TestBatches
 from sftplay.tasks.hrm.puzzles.sudoku import GridText
 from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.observer import EvaluateAtSteps, Observer
+from sftplay.train.metrics import EvaluateAtSteps, Observer
 
 
 def gather_on(rank: int, value: Any) -> list[Any]:

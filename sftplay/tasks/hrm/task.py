@@ -27,13 +27,12 @@ from sftplay.tasks.hrm.network import ALL_ROWS, Grid, PuzzleModel, TableShare, l
 from sftplay.tasks.hrm.puzzles.folder import ARRAYS, FACTS, PuzzleFolder, array_file
 from sftplay.tasks.hrm.puzzles.sampler import TrainBatches, open_splits
 from sftplay.tasks.hrm.trainer import PuzzleTrainer
-from sftplay.train.fingerprint import compute_fingerprint, write_manifest
+from sftplay.train.checkpointing import compute_fingerprint
 from sftplay.train.guards import StopOnSignal
 from sftplay.train.preflight import first_of_node, wait_for_nodes
 from sftplay.train.run_task import leave_process_group
-from sftplay.train.setup import make_setup
 from sftplay.train.task import RowOrder, Rows, TrainerParts
-from sftplay.train.train_run import TrainResult, TrainRun
+from sftplay.train.train_run import TrainResult, TrainRun, make_setup, write_manifest
 from sftplay.train.upstream import on_one_gpu
 from sftplay.units import format_count
 

@@ -32,7 +32,7 @@ from sftplay.tasks.hrm.puzzles.sampler import TrainBatches
 from sftplay.train.eval_mode import random_numbers_kept
 from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
 from sftplay.train.gradients import add_gradients
-from sftplay.train.observer import Observer
+from sftplay.train.metrics import Observer
 
 
 class AdamATan2(torch.optim.Optimizer):

@@ -19,9 +19,9 @@ from sftplay.errors import RunError
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.score.episode_rewards import EpisodeResult, describe, expect_known, format_episode
 from sftplay.tasks.score.sample_episodes import Action, HintKind, diagnose, exchange_hints, read_reference
-from sftplay.train.disk import check_room, checkpoint_bytes
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.observer import EvaluateAtSteps
+from sftplay.train.guards import check_room, checkpoint_bytes
+from sftplay.train.metrics import EvaluateAtSteps
 
 EvaluatedEpisode = tuple[int, EpisodeResult, dict[str, Any]]
 """Number of the episode, result, and the episode formatted for people."""

@@ -36,7 +36,7 @@ from sftplay.tasks.score.sample_episodes import (
     make_templates,
     tokenize_texts,
 )
-from sftplay.train.observer import write_measured
+from sftplay.train.metrics import write_measured
 
 
 class FinishedRoleModels:

@@ -23,7 +23,7 @@ from sftplay.tasks.score.role_models import ADAPTER_NAMES, RoleModels
 from sftplay.tasks.score.rollout_batch import collate, create_run_order
 from sftplay.tasks.score.sample_episodes import EpisodeSampler
 from sftplay.tasks.score.trainer import EpisodeTrainer, ShardedEpisodeTrainer
-from sftplay.train.fingerprint import describe_renderer
+from sftplay.train.checkpointing import describe_renderer
 from sftplay.train.task import Rows, TrainerParts
 from sftplay.train.upstream import on_one_gpu
 

@@ -40,7 +40,7 @@ from sftplay.tasks.score.update import MinibatchSetup, PolicyUpdate, ScoredEpiso
 from sftplay.train.eval_mode import random_numbers_kept
 from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
 from sftplay.train.gradients import average_gradients, gradient_norm
-from sftplay.train.observer import write_lines
+from sftplay.train.metrics import write_lines
 
 WEIGHTS_FILE = "score.safetensors"
 

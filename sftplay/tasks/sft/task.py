@@ -14,8 +14,8 @@ from sftplay.data.row_outcomes import report_table
 from sftplay.evaluate.evaluate import evaluate
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.sample import write_masked_sample
+from sftplay.train.checkpointing import describe_renderer
 from sftplay.train.exact_batch import ExactBatchMixin
-from sftplay.train.fingerprint import describe_renderer
 from sftplay.train.micro_batches import Collator
 from sftplay.train.task import Rows, TrainerParts
 from sftplay.train.upstream import on_one_gpu

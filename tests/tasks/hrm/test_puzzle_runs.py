@@ -17,7 +17,7 @@ from untimed_metrics import untimed
 from sftplay.errors import ConfigError, DataError
 from sftplay.tasks.hrm.network import PuzzleTable, load_model
 from sftplay.tasks.hrm.task import make_rows, open_puzzles
-from sftplay.train.setup import make_setup
+from sftplay.train.train_run import make_setup
 
 KINDS: dict[str, dict[str, Any]] = {
     "hrm": {"hrm__ema": 0.9},

@@ -146,5 +146,5 @@ def test_a_checkpoint_is_written_wherever_more_second_answers_are_right_than_bef
 def test_a_checkpoint_of_the_best_evaluation_needs_room_as_any_other(tmp_path: Path):
     course = Course(tmp_path, best_metric="acc_t2")
     full = SimpleNamespace(free=0)
-    with patch("sftplay.train.disk.shutil.disk_usage", return_value=full), pytest.raises(RunError, match="too full"):
+    with patch("sftplay.train.guards.shutil.disk_usage", return_value=full), pytest.raises(RunError, match="too full"):
         course.end_step(STAGE1, 0, 1)
