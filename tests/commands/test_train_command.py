@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,32 +19,10 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing import size_run
 from sftplay.runs import start
-from sftplay.runs.resume import find_changes
 
 
 def config(**data: object) -> RunConfig:
     return RunConfig(model=ModelConfig(name="a"), data=DataConfig(train_path="b", **data))  # type: ignore[arg-type]
-
-
-CHANGES = [
-    # keys of data before and now, of the config in both, and what makes it another run
-    ({"val_path": "c"}, {"val_path": "d"}, {}, []),
-    ({"val_path": "c"}, {"val_path": "d"}, {"data.contamination": "drop"}, ["data.val_path"]),
-    ({"val_path": "c"}, {"val_path": "d"}, {"train.best_metric": "loss"}, ["data.val_path"]),
-    ({}, {"val_path": "d"}, {}, ["data.val_path"]),
-    ({}, {"system": "x"}, {}, ["data.system"]),
-    ({}, {"columns": {"question": "q"}}, {}, ["data.columns"]),
-    ({}, {"encoding": "cp1252"}, {}, ["data.encoding"]),
-    ({}, {"duplicates": "drop"}, {}, ["data.duplicates"]),
-]
-
-
-@pytest.mark.parametrize(("before", "now", "both", "keys"), CHANGES)
-def test_what_changes_the_rows_or_the_choice_of_weights_makes_another_run(
-    before: dict[str, object], now: dict[str, object], both: dict[str, object], keys: list[str]
-):
-    first, second = (config(**data).with_values(both, "test") for data in (before, now))
-    assert [key.split(".question")[0] for key, *_ in find_changes(first, second)] == keys
 
 
 @pytest.fixture
@@ -222,12 +199,3 @@ def test_small_file_that_is_broken_is_named_kept_and_passed_over_by_a_resume(
     assert (folder.path / f"{name}.broken").read_bytes() == content
     assert kept.items() <= found[0].items()
     assert folder.read_json("plan.json")["world_size"] == 2
-
-
-def test_run_without_a_checkpoint_may_start_anew_on_another_number_of_processes(
-    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    shutil.rmtree(tmp_path / "outputs" / "run" / "checkpoints")
-    for count in ("1", "2"):
-        words = ["resume", "--config", str(stopped), "--nproc", count, "--dry-run"]
-        assert main(words) == 0, capsys.readouterr().err

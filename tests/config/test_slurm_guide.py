@@ -22,24 +22,6 @@ def commands() -> list[list[str]]:
     return [line.split() for line in lines if line.strip() and not line.startswith("#")]
 
 
-def listed() -> set[str]:
-    """The code words in the first column of the table."""
-    table = (ROOT / "docs" / "guides.md").read_text().partition("\n## On a cluster\n")[2]
-    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
-    return {word.replace("\\|", "|") for row in rows for word in re.findall(r"`([^`]+)`", row)}
-
-
-def test_every_command_and_option_of_the_guide_is_listed():
-    assert len(commands()) >= 10
-    for words in commands():
-        options = [word for word in words if word.startswith("--")]
-        command = " ".join(word for word in words if word not in options)
-        assert {command, *options} - {""} <= listed()
-    inline = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", GUIDE.read_text())
-    assert set(inline) <= listed()
-    assert {"training_output.log", "job_summary.txt"} <= set(re.findall(r"\w+\.(?:log|txt)", GUIDE.read_text()))
-
-
 def test_values_of_the_guide_are_accepted_on_two_processes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     seen = 0

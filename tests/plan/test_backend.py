@@ -31,12 +31,6 @@ def decided(cfg, machine, **options):
     return sized.cfg.tuning.backend, reasons
 
 
-@pytest.mark.parametrize("machine", [CPU, GPU, replace(GPU, unsloth_problem=ABSENT)])
-def test_the_default_is_bnb_whatever_is_installed_and_needs_no_reason(machine):
-    assert BASE.tuning.backend == "bnb"
-    assert decided(BASE, machine) == ("bnb", [])
-
-
 def test_unsloth_asked_for_and_unusable_is_an_error_with_the_reason_and_the_way_out():
     with pytest.raises(MachineError) as caught:
         size_run(config("unsloth"), replace(GPU, unsloth_problem=ABSENT))

@@ -64,12 +64,6 @@ def test_full_tuning_by_fsdp_on_small_cards_is_opened_on_the_host_in_fp32():
     assert any("239.32 GiB, and 200.00 GiB are free" in note for note in scarce.notes), scarce.notes
 
 
-def test_a_model_that_fits_the_device_whole_is_opened_there_beside_its_shards():
-    run = planned(LLAMA_8B, "full", "fsdp", gib=80)
-    assert (run.as_plan()[OPENED], run.as_plan()["host_bytes"]) == ("device", 0)
-    assert loading(run) == pytest.approx(8.03e9 * 4 * (1 + 1 / 8), rel=0.01)
-
-
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_zero3_has_the_whole_model_on_the_device_in_16_bits(mode: str):
     run = planned(LLAMA_8B, mode, "zero3", gib=80)
@@ -91,14 +85,6 @@ def test_a_model_that_answers_before_it_is_split_lies_on_the_device():
     run = planned(LLAMA_70B, "lora", "fsdp", gib=80, **{"eval.before": True})
     plan = run.as_plan()
     assert (plan["verdict"], plan["peak_phase"], plan[OPENED]) == ("does_not_fit", LOAD, "device")
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_there_is_no_such_phase_where_every_device_keeps_all_weights(strategy: str):
-    run = planned(LLAMA_8B, "lora", strategy, gib=80)
-    assert run.forecast is not None
-    assert LOAD not in run.forecast.footprint.phases
-    assert OPENED not in run.as_plan()
 
 
 @pytest.fixture
