@@ -229,15 +229,6 @@ def test_an_install_that_breaks_off_goes_on_where_it_was(pip, capsys):
     assert Path(".venv/.stamp").exists()
 
 
-def test_a_changed_lock_is_installed(pip):
-    install.main(force=False)
-    pip.commands.clear()
-    later = Path(".venv/.stamp").stat().st_mtime + 5
-    os.utime("requirements.lock", (later, later))
-    assert install.main(force=False) == 0
-    assert pip.kinds == ["torch", "lock"]
-
-
 def test_a_clone_that_was_moved_is_built_anew(pip, tmp_path, monkeypatch):
     install.main(force=False)
     Path(".venv/lib").mkdir()

@@ -108,14 +108,6 @@ def test_a_file_whose_first_rows_are_all_unreadable_ends_with_4_naming_five(verb
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.parametrize("verb", ["inspect", "train"])
-def test_a_file_without_rows_and_a_template_that_is_not_there_are_refused(verb: str, call: Call, tmp_path: Path):
-    code, _, err = call(verb, data__train_path=write_rows(tmp_path / "empty.jsonl", ["", ""]))
-    assert (code, "has no rows" in err) == (4, True)
-    code, _, err = call(verb, data__template="nowhere.jinja")
-    assert (code, "there is no file 'nowhere.jinja'" in err) == (4, True)
-
-
 def test_render_shows_the_text_and_where_inference_would_ask(call: Call, chat_rows: Path, tokenizer: Any):
     code, out, _ = call("render", "--n", 1)
     messages = chats_in(chat_rows)[0]
@@ -200,10 +192,6 @@ def test_the_blocks_of_a_mixture_are_shown_document_by_document(call: Call, toke
             for each, tokens in zip(row["documents"][1:-1], ids[1:-1], strict=True):
                 line = int(each["source"].rpartition(":")[2])
                 assert tokenizer.decode(tokens) == texts[line - 1] + tokenizer.eos_token
-    code, out, _ = call("inspect", "--n", 1, **changes)
-    assert code == 0
-    assert re.search(r"-- \S+documents\.jsonl:\d+  \d+ tokens", out)
-    assert "\u27e6" in out
     code, _, err = call("render", **changes)
     assert code == 2
     assert "blocks of documents, which no chat template writes" in err

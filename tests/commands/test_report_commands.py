@@ -171,7 +171,7 @@ def test_compare_finds_runs_by_name_and_by_folder(
         (["--a", "", "--b", "run"], "--a: no run is named"),
         (["--a", "run"], "the following arguments are required: --b"),
         (["--a", "run", "--b", "nowhere"], "--b: no run 'nowhere'"),
-        (["--a", "run", "--b", "run", "seed=3"], "compare has nothing to set 'seed=3' in"),
+        (["--a", "run", "--b", "run", "seed=3"], "compare has no config to set 'seed=3' in"),
     ],
 )
 def test_what_compare_cannot_do_is_refused(

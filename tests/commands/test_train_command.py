@@ -167,10 +167,8 @@ def test_run_without_a_step_is_begun_anew_by_train_with_resume_auto_even_after_t
 BROKEN = {
     "status.json": [
         (b"[]", "holds no JSON object", {}),
-        (b"\xff\xfe", "is no JSON", {}),
         (b'{"step": 1, "attempts": 5, "pid": "x"}', "has an odd 'attempts', 'pid'", {"step": 1}),
         (b'{"error": "no", "ranks": [1], "step": 2}', "has an odd 'error', 'ranks'", {"step": 2}),
-        (b'{"attempts": [{"cause": 1}], "exit_code": true}', "has an odd 'attempts', 'exit_code'", {}),
     ],
     "plan.json": [
         (b"{", "is no JSON", {}),
@@ -199,3 +197,11 @@ def test_small_file_that_is_broken_is_named_kept_and_passed_over_by_a_resume(
     assert (folder.path / f"{name}.broken").read_bytes() == content
     assert kept.items() <= found[0].items()
     assert folder.read_json("plan.json")["world_size"] == 2
+
+
+def test_a_demo_on_several_nodes_is_refused_with_the_command_that_takes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["demo", "--nnodes", "2", "--node-rank", "1", f"output_dir={tmp_path}"]) == 2
+    assert "make train-distributed CONFIG=configs/run_demo.yaml NNODES=2" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

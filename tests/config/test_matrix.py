@@ -27,16 +27,6 @@ def test_every_combination_the_config_can_name_has_a_cell():
     assert len(list(rows())) == len(METHODS) * len(STRATEGIES) * len(PRECISIONS)
 
 
-def test_a_blocked_cell_has_a_reason_and_a_way_out_that_is_not_blocked_and_no_other_points_elsewhere():
-    blocked = [row for row in rows() if row.cell.state == "blocked"]
-    assert blocked == [row for row in rows() if row.cell.nearest]
-    for row in blocked:
-        assert len(row.cell.why) > 20
-        key, _, value = row.cell.nearest.partition(": ")
-        assert key == "cluster.strategy"
-        assert TABLE[row.method, value][PRECISIONS.index(row.precision)].state != "blocked"
-
-
 NAMED = sorted({cell.why for cells in TABLE.values() for cell in cells if cell.state == "works"})
 
 
@@ -64,15 +54,3 @@ def test_a_config_is_refused_exactly_where_its_cell_is_blocked(row):
         load_config(RUN, words)
     assert row.cell.why in str(caught.value)
     assert row.cell.nearest in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["cluster.strategy=fsdp", "cluster.deepspeed=deepspeed_configs/zero2.json"], "does not use one"),
-        (["cluster.strategy=zero2", "tuning.backend=unsloth"], "trains in one"),
-    ],
-)
-def test_what_goes_with_no_such_strategy_is_refused(words, says):
-    with pytest.raises(ConfigErrors, match=says):
-        load_config(RUN, words)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.machine.probe import Machine
 from sftplay.plan.sizing import size_run
 
@@ -61,12 +58,3 @@ def test_nothing_is_scaled_by_default_and_more_processes_scale_nothing(load):
     assert not any("rate" in note for note in sized(cfg).notes)
     scaled = load(FOUND.replace("SCALING", "linear"))
     assert sized(scaled).cfg.train.peak_rate == sized(scaled, 4).cfg.train.peak_rate
-
-
-def test_a_resolved_file_is_scaled_once_however_often_it_is_read(load, write):
-    cfg = sized(load(FOUND.replace("SCALING", "linear"))).cfg
-    for _ in range(2):
-        path = write(dump_resolved(cfg), "resolved.yaml")
-        cfg = sized(load_config(path)).cfg
-        assert (cfg.train.learning_rate, cfg.train.peak_rate) == (0.001, 0.004)
-        assert load_resolved(Path(path)).train.peak_rate == 0.004

@@ -42,14 +42,6 @@ def test_the_base_file_changes_no_default():
             assert cfg.get_value(key) == all_keys()[key].get_default(call_default_factory=True, validated_data={}), key
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_shipped_file_names_the_schema_and_says_what_needs_and_command(path):
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
-    for word in ("# What: ", "# Needs: ", "# Command: "):
-        assert word in text
-
-
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_the_command_in_a_header_names_its_own_file(path):
     command = re.search(r"# Command: (make .*)", path.read_text(encoding="utf-8"))[1]

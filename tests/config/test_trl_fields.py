@@ -48,11 +48,8 @@ def test_every_answer_to_an_argument_of_grpo_names_a_key_that_exists():
     ("name", "key"),
     [
         ("use_vllm", "grpo.generation"),
-        ("generation_batch_size", "grpo.steps_per_generation"),
-        ("multi_objective_aggregation", "grpo.aggregation"),
         ("per_device_train_batch_size", "train.batch_size"),
         ("vllm_gpu_memory_utilization", "grpo.vllm.memory_share"),
-        ("temperature", "grpo.temperature"),
     ],
 )
 def test_an_argument_of_grpo_that_the_kit_sets_is_answered_with_our_key(refusals, name, key):
@@ -96,13 +93,10 @@ def test_an_argument_that_cannot_be_set_is_answered_with_the_reason(refusals, na
     ("given", "what"),
     [
         ("adam_beta1: high", "high is not a number"),
-        ("adam_beta1: true", "true is not a number"),
         ("adam_beta1: .nan", ".nan is no number to train with"),
         ("torch_empty_cache_steps: 1.5", "1.5 is not a whole number or null"),
         ("tf32: 1", "1 is not true or false or null"),
-        ("adam_beta1: 1", None),
         ("tf32: null", None),
-        ("bf16_full_eval: true", None),
         ("hub_strategy: end", None),  # a class of transformers: what it takes is left to it
     ],
 )

@@ -81,10 +81,3 @@ def test_what_unsloth_would_not_follow_is_refused_and_makes_auto_take_the_other(
     backend, (reason,) = decided(config("auto", **CONFLICTS[key]), GPU)
     assert backend == "bnb"
     assert reason.startswith(f"unsloth is not taken: {key}: ")
-
-
-def test_what_is_left_to_auto_is_decided_so_that_unsloth_follows_it():
-    train = size_run(config("unsloth"), GPU, vocab_size=150_000).cfg.train
-    assert (train.packing, train.loss_head) == (False, "standard")
-    # Whole scores of that vocabulary are cut into chunks on a GPU otherwise.
-    assert size_run(config("bnb"), GPU, vocab_size=150_000).cfg.train.loss_head == "chunked"

@@ -19,7 +19,6 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.model.recomputation import recomputation_arguments
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.report import estimate_workload
 from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
 from sftplay.tasks.grpo.task import grpo_arguments
@@ -133,15 +132,6 @@ def test_where_memory_is_short_completions_are_drawn_in_equal_parts_and_learned_
     assert sized(config(grpo__generation_rows=3)).as_plan()["generation_rows"] == 3
 
 
-@pytest.mark.parametrize("kind", ["vllm_colocate", "vllm_server", "continuous"])
-def test_gpus_before_ampere_generate_by_transformers_alone(kind):
-    cfg = config(grpo__generation=kind)
-    with pytest.raises(MachineError) as caught:
-        size_run(cfg, machine(16, 1, (7, 0)), shape=SHAPE)
-    assert "7.0" in caught.value.what
-    assert caught.value.fix == "write grpo.generation: transformers"
-
-
 def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
     with pytest.raises(MachineError) as caught:
         sized(config(grpo__generation="vllm_colocate"))
@@ -203,33 +193,6 @@ def test_an_older_trl_is_refused_for_grpo_alone():
         size_run(config(), here("1.14.2"), shape=SHAPE)
     for cfg, version in ((config(), "1.16.0"), (config(task_mode="sft"), "1.14.2")):
         assert size_run(cfg, here(version), shape=SHAPE).world_size == 1
-
-
-def test_a_head_that_is_the_embedding_is_not_fp32_alone_and_another_one_may_be():
-    old, fp32 = machine(16, 1, (7, 0)), {"grpo__extra": {"cast_lm_head_to_fp32": True}}
-    with pytest.raises(ConfigError, match="so it cannot be fp32 alone"):
-        size_run(config(**fp32), old, shape=SHAPE)
-    own_head = replace(SHAPE, tied=False)
-    assert not [note for note in size_run(config(**fp32), old, shape=own_head).notes if "overflow" in note]
-    assert [note for note in size_run(config(), old, shape=own_head).notes if "cast_lm_head_to_fp32" in note]
-    assert not [note for note in size_run(config(), old, shape=SHAPE).notes if "overflow" in note]
-
-
-def test_episodes_of_two_turns_are_drawn_together_for_all_steps_that_learn_from_them():
-    content = {
-        "task_mode": "score",
-        "model": {"name": "Qwen/Qwen2.5-0.5B"},
-        "rewards": [{"name": "answer", "use": "exact_match"}],
-        "score": {"stage1_steps": 12, "stage2_steps": 10, "steps_per_generation": 2, "num_iterations": 3},
-        "train": {"effective_batch_size": 16},
-    }
-    run = sized(RunConfig.model_validate(content), processes=2)
-    assert run.cfg.score.generation_rows == 16 * 2 // 2
-    assert run.cfg.train.batch_size * run.cfg.train.grad_accum * 2 == 16
-    assert run.forecast is not None
-    work = estimate_workload(run.cfg, run.forecast.setting)
-    assert work.steps == 22
-    assert work.steps_reason.endswith("4 drawings of 32 episodes")
 
 
 V100_TABLE = [

@@ -11,7 +11,7 @@ from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.row_lengths import RowLengths, planned_tokens
+from sftplay.plan.forecast import RowLengths, planned_tokens
 from sftplay.plan.sizing import size_run
 from sftplay.runs.inputs import known_lengths
 

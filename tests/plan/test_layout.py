@@ -49,15 +49,6 @@ def test_roles_lie_on_two_gpus_and_roles4_on_four():
     }  # fmt: skip
 
 
-def test_a_named_device_counts_and_what_belongs_to_the_guide_follows_it():
-    cfg = config(score__devices__guide="cuda:3", score__devices__ref="cpu")
-    found = resolve_layout(cfg, placement="roles", gpus=4, processes=1)
-    assert (found.guide, found.value, found.ref) == ("cuda:3", "cuda:3", "cpu")
-    assert resolve_layout(config(score__devices__ref="cuda:0"), placement="roles", gpus=2, processes=1).ref == OWN
-    free = cfg.with_values({"score.devices.guide": "auto"}, "")
-    assert set(resolve_layout(free, placement="roles", gpus=0, processes=1).devices().values()) == {OWN}
-
-
 @pytest.mark.parametrize(
     ("values", "given", "key", "what", "fix"),
     [

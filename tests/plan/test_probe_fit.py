@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
@@ -35,20 +33,6 @@ class FakeDevice:
 
 def peak(device: FakeDevice, rows: int) -> int:
     return max(a + b * rows * SEQ for a, b in device.laws.values())
-
-
-fixed, slope = st.integers(0, 80 * GIB), st.integers(1, 2**24)
-counts = st.lists(st.integers(1, 64), min_size=2, max_size=4, unique=True)
-
-
-@given(st.tuples(fixed, slope), st.tuples(fixed, slope), counts, st.integers(1, 256))
-def test_any_two_phases_are_foretold_or_refused(one, other, rows, asked):
-    device = FakeDevice({"head": one, "step": other})
-    found = fit([device.measure(n) for n in rows])
-    low, high = (device.measure(n).peak_phase for n in sorted(rows)[-2:])
-    assert isinstance(found, Fit) == (low == high)
-    if isinstance(found, Fit):
-        assert found.at(asked * SEQ) == pytest.approx(peak(device, asked), rel=1e-6)
 
 
 def test_two_points_in_different_phases_are_refused_by_name_and_a_third_mends_it():

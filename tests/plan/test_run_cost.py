@@ -10,10 +10,9 @@ import pytest
 from oracle.cases import FAMILIES
 
 from sftplay.config.run import RunConfig
-from sftplay.plan.forecast import Device, Setting
+from sftplay.plan.forecast import Device, RowLengths, Setting
 from sftplay.plan.memory_setup import Adapter, MemorySetup
 from sftplay.plan.report import estimate_workload, flops_per_token
-from sftplay.plan.row_lengths import RowLengths
 from sftplay.plan.shape_from_config import shape_from_config
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan import decisions, sizing
+from sftplay.plan import decisions
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.plan.sizing import size_run, split_batch
 
@@ -77,15 +77,6 @@ def test_two_sizes_that_are_given_must_make_the_effective_batch(effective, proce
         with pytest.raises(ConfigError) as caught:
             split_batch(cfg, processes, has_gpu=False)
         assert f"to {batch * accum * processes}," in caught.value.fix
-
-
-@given(EFFECTIVE, PROCESSES, st.sampled_from([8, 512, 2048, 32_768]), st.booleans())
-def test_an_automatic_micro_batch_is_the_largest_that_stays_within_its_tokens(effective, processes, length, has_gpu):
-    cfg = config(effective_batch_size=effective * processes).with_values({"model.max_seq_len": length}, "test")
-    batch, _, _ = split_batch(cfg, processes, has_gpu=has_gpu)
-    tokens = sizing.TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
-    fitting = [n for n in range(1, effective + 1) if effective % n == 0 and n * length <= tokens]
-    assert batch == max(fitting, default=1)
 
 
 LEFT_AUTO = {"tuning.lora.target_modules", "data.format", "data.template", "data.encoding", "data.delimiter"}
