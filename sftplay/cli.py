@@ -282,7 +282,7 @@ VERBS = {
     "init": ("config.init", "write a commented config for a data file"),
     "validate": ("config.validate", "check a config and say what each value is and why"),
     "completion": ("completion.completion", "print a shell's completion: bash, zsh or fish"),
-    "schema": ("config.schema", "print the JSON schema of the config"),
+    "schema": ("config.manual", "print the JSON schema of the config"),
     "manual": ("config.manual", "print the config manual"),
     "eval": ("evaluate.evaluate", "measure a run on its held-out rows, against its base"),
     "eval-test": ("evaluate.evaluate", "measure it on the test rows"),

@@ -23,7 +23,6 @@ from sftplay.train import comm_check as rank
 
 CPU = Machine((), "none in this test", 2**34, 2, "3.11", "Linux", {})
 TWO = Scale(nproc=2)
-FOUND = {"latencies_s": [1e-3] * 8, "plain_s": 0.030, "fp16_s": 0.020, "backend": "gloo", "device": "cpu"}
 
 
 @pytest.fixture(autouse=True)
@@ -150,20 +149,6 @@ def test_a_links_nominal_speed_is_the_makers_each_way_or_said_to_be_unknown(
     found, text = nominal_link(machine, 2, nnodes=nnodes)
     assert found == pytest.approx(nominal)
     assert message in text
-
-
-def test_the_table_stands_beside_what_the_link_should_do_and_the_fp16_hook_beside_plain_gradients():
-    options: dict[str, Any] = {"nominal_bytes_per_s": 1e9, "link": "NVLink", "gradients": (2 * 2**20, 2**20)}
-    report = comm_check.describe_exchanges(FOUND, TWO, **options)
-    lines = comm_check.as_lines(report)
-    assert lines[0] == "2 ranks over gloo on cpu; link: NVLink"
-    # 1 MiB in 1 ms is 1.049 GB/s, 105 % of a link of 1 GB/s.
-    (row,) = (line for line in lines if line.strip().startswith("1.0 MiB"))
-    assert row.split() == ["1.0", "MiB", "1.000", "ms", "1.049", "GB/s", "1.049", "GB/s", "105%"]
-    assert report["gradients"] == {"bytes": 2 * 2**20, "bucket_bytes": 2**20, "exchange_s": pytest.approx(0.002)}
-    assert "take 20.0 ms with it, conversion included, and 30.0 ms without" in lines[-2]
-    assert report["verdict"] == [lines[-1]]
-    assert lines[-1].startswith("verdict: every sum is right; the link carries ")
 
 
 @pytest.mark.contract

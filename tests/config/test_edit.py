@@ -91,9 +91,7 @@ def test_a_section_is_added_where_there_is_none_or_only_comments_in_it():
     ("text", "after"),
     [
         ("data: {train_path: b}\n", 'data: {system: "Be brief.", train_path: b}\n'),
-        ("{data: {train_path: b}}\n", '{data: {system: "Be brief.", train_path: b}}\n'),
         ('{"data": {\n "train_path": "b"\n}}\n', '{"data": {"system": "Be brief.", \n "train_path": "b"\n}}\n'),
-        ("data: {}\n", 'data: {system: "Be brief."}\n'),
         ("{data: {split: 0, system: old}}\n", '{data: {split: 0, system: "Be brief."}}\n'),
     ],
 )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.config.data import DataConfig
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
 from sftplay.config.rules import check_rules, notes
 from sftplay.config.run import ModelConfig, RunConfig
 from sftplay.config.train import TrainConfig
@@ -166,11 +166,6 @@ def test_a_setting_that_was_merely_included_is_not_noted_but_one_on_the_command_
     text = "include: base.yaml\ntrain: {max_steps: 4}\ntuning: {mode: full}\n"
     assert notes(load(text)) == []
     assert len(notes(load(text, "train.epochs=2"))) == 1
-
-
-def test_a_resolved_file_is_noted_nothing_about(load, write):
-    cfg = load("tuning: {mode: full}\ntrain: {max_steps: 4}\n")
-    assert notes(load_config(write(dump_resolved(cfg), "config.resolved.yaml"))) == []
 
 
 def _only(text, write):

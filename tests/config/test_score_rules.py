@@ -63,11 +63,6 @@ def test_what_cannot_be_is_refused_with_a_remedy(refusals, text, key, fix):
     assert fix in problem.fix
 
 
-@pytest.mark.parametrize("change", ["value_flow: stop", "guidance: model"])
-def test_v_learns_without_a_coefficient_where_its_loss_has_a_weight_of_its_own(load, change):
-    assert load(f"{SCORE}score: {{advantage: value, value_coef: 0, {change}}}\n").score.value_coef == 0
-
-
 def test_the_best_second_answers_are_sought_where_there_are_some(load, refusals):
     assert load(f"{SCORE}train: {{best_metric: acc_t2, save_steps: 30, eval_steps: 20}}\n").train.best_metric
     (problem,) = refusals("train: {best_metric: acc_t2}\n")

@@ -82,13 +82,6 @@ def test_an_argument_the_kit_sets_is_answered_with_our_key(refusals, name):
     assert problem.fix.startswith(f"write {key}")
 
 
-@pytest.mark.parametrize("name", ["ddp_backend", "deepspeed", "dataset_kwargs", "train_sampling_strategy", "hub_token"])
-def test_an_argument_that_cannot_be_set_is_answered_with_the_reason(refusals, name):
-    (problem,) = refusals(f"train: {{extra: {{{name}: 1}}}}\n")
-    assert len(problem.what) > 20
-    assert problem.fix == "remove it"
-
-
 @pytest.mark.parametrize(
     ("given", "what"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from dataclasses import replace
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -183,16 +182,6 @@ def test_what_needs_whole_weights_is_refused_before_a_model_in_parts_is_loaded(m
     for changes in ({"cluster.strategy": "zero2"}, {"tuning.mode": "full"}):
         assert sized(served.with_values(changes, "test"), processes=2).world_size == 2
     assert sized(served).world_size == 1
-
-
-def test_an_older_trl_is_refused_for_grpo_alone():
-    def here(version: str) -> Machine:
-        return replace(machine(80, 1), libraries={"trl": version})
-
-    with pytest.raises(MachineError, match=r"needs trl 1.16 or newer, and trl 1.14.2 is installed"):
-        size_run(config(), here("1.14.2"), shape=SHAPE)
-    for cfg, version in ((config(), "1.16.0"), (config(task_mode="sft"), "1.14.2")):
-        assert size_run(cfg, here(version), shape=SHAPE).world_size == 1
 
 
 V100_TABLE = [

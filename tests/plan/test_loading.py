@@ -13,7 +13,7 @@ from in_process import Inputs, new_run, sized, written_config
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.model import load, weights
+from sftplay.model import weights
 from sftplay.model.load import load_start
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.forecast import LOAD, OPENED
@@ -128,25 +128,3 @@ def test_a_worker_opens_its_model_where_the_plan_says(
     monkeypatch.setattr(run_task, "load_start", start)
     with pytest.raises(EnoughError):
         find_runner(cfg.task_mode)(cfg, folder=folder, stop=None)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "processes", "dtype"),
-    [
-        ("zero3", 2, torch.bfloat16),
-        ("zero2", 2, torch.bfloat16),
-        ("fsdp", 2, torch.float32),
-        ("zero3", 1, torch.float32),
-    ],
-)
-def test_several_processes_of_deepspeed_open_a_model_in_16_bits_as_it_would_round_it(
-    strategy: str, processes: int, dtype: torch.dtype, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    cfg = sized(written_config(tmp_path, inputs, tuning__mode="full", train__precision="bf16"))
-    cfg = cfg.with_values({"cluster.strategy": strategy}, "test")
-    whole = load.load_base(cfg)
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    opened = load_start(cfg)
-    assert {p.dtype for p in opened.parameters()} == {dtype}
-    for ours, theirs in zip(opened.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours, theirs.to(dtype))

@@ -45,16 +45,12 @@ def put_in_cache(hub: Path, name: str, *, commit: str = "abc123", ref: str = "ma
     (repository / "refs" / ref).write_text(commit)
 
 
-def test_a_folder_goes_before_the_table(tmp_path):
-    put(tmp_path / "Qwen" / "Qwen2.5-7B", num_hidden_layers=3)
-    assert find_shape("Qwen/Qwen2.5-7B").layers == 3
-    assert find_shape("Qwen/Qwen2.5-7B").name == "Qwen/Qwen2.5-7B"
-
-
-def test_the_cache_of_the_hub_goes_before_the_table(empty_cache):
+def test_a_folder_goes_before_the_cache_of_the_hub_and_that_before_the_table(tmp_path, empty_cache):
     put_in_cache(empty_cache, "Qwen/Qwen2.5-7B", num_hidden_layers=5)
     assert find_shape("Qwen/Qwen2.5-7B").layers == 5
-    assert find_shape("Qwen/Qwen2.5-7B").name == "Qwen/Qwen2.5-7B"
+    put(tmp_path / "Qwen" / "Qwen2.5-7B", num_hidden_layers=3)
+    found = find_shape("Qwen/Qwen2.5-7B")
+    assert (found.layers, found.name) == (3, "Qwen/Qwen2.5-7B")
 
 
 def test_a_revision_is_looked_up_by_its_name_and_by_its_commit(empty_cache):
