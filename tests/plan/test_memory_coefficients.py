@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle.cases import FAMILIES, TERMS, TraceSettings, case_of_term
+from oracle.cases import FAMILIES, SHALLOW_CHUNKS, TERMS, TraceSettings, case_of_term
 from oracle.closed_form import closed_bytes, read_memory_setup, traced_bytes
 
 from sftplay.config.load import load_config
@@ -107,3 +107,7 @@ def test_a_mask_is_a_boolean_and_a_number_in_the_dtype_of_the_queries_an_entry(c
     code = replace(read_memory_setup(TraceSettings(method="lora", padded=True)), **changes)
     mask = estimate(SHAPE, code, size=Size(rows=3, seq=500)).phases["head"]["mask"]
     assert mask == 3 * 500 * 500 * entry_bytes
+
+
+def test_what_a_loss_in_chunks_keeps_between_them_is_planned():
+    assert 1 <= closed_bytes(SHALLOW_CHUNKS)["head"] / traced_bytes(SHALLOW_CHUNKS)["head"] < 1.03
