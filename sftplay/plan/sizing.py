@@ -247,11 +247,8 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, hardware: Hardware, vocab_
     if fixed := find_sizing(cfg).fixed_head(cfg):
         return fixed
     if wanted == "liger" and (not machine.gpus or find_module("liger_kernel") is None):
-        what, where = (
-            "the liger loss head needs a GPU and the package liger-kernel",
-            cfg.origins.get(LOSS_HEAD, "train"),
-        )
-        raise MachineError(what, where=f"{where} {LOSS_HEAD}", fix="leave train.loss_head on auto")
+        what, at = "the liger loss head needs a GPU and the package liger-kernel", cfg.origins.get(LOSS_HEAD, "train")
+        raise MachineError(what, where=f"{at} {LOSS_HEAD}", fix="leave train.loss_head on auto")
     if cfg.tuning.backend == "unsloth":
         return Decision("standard", "unsloth puts a loss of its own into the model")
     vocab = vocab_size or ASSUMED_VOCAB
