@@ -282,7 +282,7 @@ VERBS = {
     "init": ("config.init", "write a commented config for a data file"),
     "validate": ("config.validate", "check a config and say what each value is and why"),
     "completion": ("completion.completion", "print a shell's completion: bash, zsh or fish"),
-    "schema": ("config.schema", "print the JSON schema of the config"),
+    "schema": ("config.manual", "print the JSON schema of the config"),
     "manual": ("config.manual", "print the config manual"),
     "eval": ("evaluate.evaluate", "measure a run on its held-out rows, against its base"),
     "eval-test": ("evaluate.evaluate", "measure it on the test rows"),
@@ -459,6 +459,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if launcher_args and not _launches(verb):
         problem = f"{verb} starts no launcher that could take {shlex.join(launcher_args)}"
         raise ConfigError(problem, where="--", fix="leave out what follows `--`")
+    if args.overrides and not args.config and verb in ("compare", "comm-check", "status", "logs", "cancel"):
+        problem = f"{verb} has no config to set {args.overrides[0]!r} in"
+        raise ConfigError(problem, where="command line", fix="leave it out, or name the config with CONFIG=")
     if not args.config and args.verb not in WITHOUT_CONFIG:
         fix = f"name the run's YAML: python -m sftplay {args.verb} --config=configs/run_lora.yaml"
         raise ConfigError(f"{args.verb} needs a config", where="--config", fix=fix)

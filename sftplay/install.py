@@ -65,8 +65,7 @@ def main(force: bool, wanted: Environment = KIT) -> int:
     """Make the wanted environment fit its locks; an exit code. With `force`, also when it is fresh already."""
     problem = find_problem(sys.version_info[:2])
     if problem:
-        sys.stderr.write(problem + "\n")
-        return MACHINE
+        return refuse(problem, MACHINE)
     here = str(Path.cwd())
     if not force and wanted.is_fresh():
         os.utime(wanted.stamp, None)  # only this module is newer; make must not call it again
@@ -74,15 +73,13 @@ def main(force: bool, wanted: Environment = KIT) -> int:
     extras = os.environ.get("EXTRAS", "").replace(",", " ").split() if wanted == KIT else []
     problem = find_extra_problem(extras)
     if problem:
-        sys.stderr.write(problem + "\n")
-        return CONFIG
+        return refuse(problem, CONFIG)
     state, before = read_stamp(wanted)
     is_new = state not in (BEGUN, here) or not Path(wanted.python).exists()
     is_new = is_new or subprocess.call([wanted.python, "-c", "import pip"], stderr=subprocess.DEVNULL) != 0
     problem = find_owner_problem(wanted, is_new)
     if problem:
-        sys.stderr.write(problem + "\n")
-        return MACHINE
+        return refuse(problem, MACHINE)
     index, why = choose_index(before)
     announce(wanted, why)
     wanted.venv.mkdir(exist_ok=True)
@@ -100,11 +97,17 @@ def main(force: bool, wanted: Environment = KIT) -> int:
         steps.insert(0, [sys.executable, "-m", "venv", str(wanted.venv)])
     for step in steps:
         if run_logged(step):
-            sys.stderr.write(f"install: {' '.join(step[1:4])} failed\n  fix: see {LOG}, then run the command again\n")
-            return MACHINE
+            words = " ".join(step[1:4])
+            return refuse(f"install: {words} failed\n  fix: see {LOG}, then run the command again", MACHINE)
     wanted.stamp.write_text(f"{here}\n{index}".rstrip())
     say("ready")
     return 0
+
+
+def refuse(problem: str, exit_code: int) -> int:
+    """Say the problem; its exit code."""
+    sys.stderr.write(problem + "\n")
+    return exit_code
 
 
 def find_owner_problem(wanted: Environment, is_new: bool) -> str:

@@ -17,8 +17,7 @@ import pytest
 from processes import HANG_S
 
 from sftplay import cli, errors, log
-from sftplay.cli import main, parse
-from sftplay.errors import ConfigError
+from sftplay.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = "configs/run_demo.yaml"
@@ -174,13 +173,6 @@ def test_of_two_overrides_of_one_key_the_later_counts_however_they_are_written(w
     assert json.loads(capsys.readouterr().out)["config"]["train"]["max_steps"] == steps
 
 
-def test_overrides_may_contain_equal_signs_spaces_and_dashes():
-    words = ["data.train_path=a b=c.jsonl", "--run_name=x--y", "train.learning_rate=-1"]
-    args = parse(["train", "--config", "my run.yaml", *words])
-    assert args.config == "my run.yaml"
-    assert args.overrides == ["data.train_path=a b=c.jsonl", "run_name=x--y", "train.learning_rate=-1"]
-
-
 KINDS = [errors.ConfigError, errors.MachineError, errors.DataError, errors.RunError]
 
 
@@ -227,15 +219,6 @@ def test_an_interrupted_verb_ends_with_130(monkeypatch):
 
     monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(train=interrupt))
     assert main(["train", "--config", "x"]) == 130
-
-
-def test_errors_survive_the_pickling_of_process_pools():
-    import pickle
-
-    single = ConfigError("what", where="where", fix="fix", nearest=["near"])
-    several = errors.ConfigErrors([single, ConfigError("other")])
-    assert pickle.loads(pickle.dumps(single)).as_json() == single.as_json()
-    assert pickle.loads(pickle.dumps(several)).as_json() == several.as_json()
 
 
 @pytest.mark.contract
@@ -399,16 +382,3 @@ def test_an_output_folder_that_cannot_be_written_is_no_bug(tmp_path, monkeypatch
     for name in ("x", "null"):
         assert main(["train", "--config", DEMO, f"output_dir={tmp_path}/file", f"run_name={name}"]) == 3
         assert "cannot be written (Not a directory)\n  fix: choose another output_dir" in capsys.readouterr().err
-
-
-def test_waiting_threads_leave_their_core_soon_unless_the_user_decides(monkeypatch):
-    from sftplay.cli import SPIN_COUNT, limit_spinning
-
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    limit_spinning()
-    assert os.environ["GOMP_SPINCOUNT"] == SPIN_COUNT
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    limit_spinning()
-    assert "GOMP_SPINCOUNT" not in os.environ

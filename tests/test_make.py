@@ -206,20 +206,6 @@ def test_the_words_of_args_reach_a_program_that_is_not_the_kit(place: Place):
     assert place.is_untouched
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", []),
-        ("  a.b=c \n d=1\t", ["a.b=c", "d=1"]),
-        ("'run_name=two words' \"x=it's\" y=a\\ b", ["run_name=two words", "x=it's", "y=a b"]),
-        ("a=$HOME b=`ls` c=$(ls) e=* f=#g ; |", ["a=$HOME", "b=`ls`", "c=$(ls)", "e=*", "f=#g", ";", "|"]),
-        ("a=[1, 2]", ["a=[1,", "2]"]),
-    ],
-)
-def test_args_are_split_as_a_shell_splits_words_and_nothing_else_happens(text: str, words: list[str]):
-    assert split_args(text) == words
-
-
 @pytest.mark.contract
 def test_args_with_an_open_quotation_mark_are_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match="No closing quotation"):

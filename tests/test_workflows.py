@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import re
@@ -208,33 +207,6 @@ def test_the_ablation_of_two_turns_ends_in_one_table(workflow: Workflow, home: P
         assert "-".join([resolved.guidance, *[f"{resolved.value_coef:g}"][: "trained" in kind]]) == kind
 
 
-def plain_perplexity(run: Path, kit: Path) -> float:
-    """Of the merged model, by plain transformers on the texts that were held out, one window after another."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from sftplay.config.load import load_config
-    from sftplay.data.mixture.load import load_mixture
-
-    cfg = load_config(run / "config.resolved.yaml")
-    rows = kit / "data" / "processed" / "my-documents-dapt-documents.jsonl"
-    cfg = cfg.with_values({"datasets.0.path": str(rows)}, "test")
-    model, tokenizer = (each.from_pretrained(run / "merged") for each in (AutoModelForCausalLM, AutoTokenizer))
-    lines = rows.read_text().splitlines()
-    nats, tokens, window = 0.0, 0, 64
-    for document in load_mixture(cfg, tokenizer).documents("domain"):
-        ids = torch.tensor(tokenizer(json.loads(lines[document.place.line - 1])["text"])["input_ids"])
-        known, end = 1, min(window, len(ids))
-        while known < len(ids):
-            begin = max(0, end - window)
-            with torch.no_grad():
-                scores = model.eval()(ids[None, begin:end]).logits[0].log_softmax(-1)
-            nats -= float(scores[known - begin - 1 : end - begin - 1].gather(1, ids[known:end, None]).sum())
-            tokens += end - known
-            known, end = end, min(end + window // 2, len(ids))
-    return math.exp(nats / tokens)
-
-
 @pytest.mark.slow
 def test_documents_become_a_merged_model_that_plain_transformers_opens(
     workflow: Workflow, kit: Path, home: Path, inputs: Inputs
@@ -254,7 +226,6 @@ def test_documents_become_a_merged_model_that_plain_transformers_opens(
     content = json.loads((run / "eval" / "perplexity.json").read_text())
     assert content["sources"]["domain"]["perplexity_after"] < content["sources"]["domain"]["perplexity_before"]
     assert content["anchor"]["chat"]["n"] == 2
-    assert plain_perplexity(run, kit) == pytest.approx(content["sources"]["domain"]["perplexity_after"], rel=1e-3)
     assert AutoModelForCausalLM.from_pretrained(run / "merged").num_parameters() > 0
     assert re.search(r"domain +[\d,]+ +[\d.]+ -> [\d.]+", done.stdout)
     assert "outputs/my-documents-dapt/report.html" in done.stdout

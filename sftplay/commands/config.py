@@ -30,19 +30,11 @@ def validate(args: Namespace) -> int:
     return 0
 
 
-def schema(args: Namespace) -> int:
-    """`schema`: the JSON schema of the whole config."""
-    from sftplay.config.manual import schema_text
-
-    print(schema_text(), end="")
-    return 0
-
-
 def manual(args: Namespace) -> int:
-    """`manual`: docs/config.md."""
-    from sftplay.config.manual import manual_text
+    """`manual`: docs/config.md; `schema`: the JSON schema of the whole config."""
+    from sftplay.config.manual import manual_text, schema_text
 
-    print(manual_text(), end="")
+    print(manual_text() if args.verb == "manual" else schema_text(), end="")
     return 0
 
 

@@ -22,9 +22,7 @@ class Measure:
     """What one of the eval verbs measures, and the prefix of its files below eval/."""
 
     prefix: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    """Config values that the verb sets where the command line does not."""
-
+    values: dict[str, Any] = field(default_factory=dict)  # config values that the command line does not set
     split: str = "val"
     has_base: bool = True
 
@@ -38,11 +36,8 @@ MEASURES = {
 
 
 def evaluate(args: Namespace) -> int:
-    """`eval`: the result's figures against the base's, in eval/before.json and eval/after.json.
-
-    `eval-test`, `eval-quick` and `eval-full` put test-, quick- or full- before these names. Where documents were
-    learned the figures are those of each source, in eval/perplexity.json.
-    """
+    """`eval`: the result's figures against the base's, in eval/before.json and after.json, or of each source of
+    documents in perplexity.json; `eval-test` and the others put test-, quick- or full- before these names."""
     measure = MEASURES["eval-test" if getattr(args, "split", "val") == "test" else args.verb]
     cfg, folder = open_run(args, measure.values, takes_puzzles=True)
     if measure.split == "test" and cfg.data.test_path is None:

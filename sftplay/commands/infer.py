@@ -28,7 +28,10 @@ def infer(args: Namespace) -> int:
     cfg, folder = open_run(args, takes_puzzles=True)
     if not cfg.task.reads_text:
         return _solve_puzzle(args, cfg, folder=folder)
-    _refuse_puzzle_file(args)
+    if args.input:
+        what = "only a run of task mode hrm takes a file here"
+        fix = "leave it out to talk, or answer a file of rows with make infer-batch IN= OUT="
+        raise ConfigError(what, where="--in (IN=)", fix=fix)
     cfg = _in_length(cfg, args)
     generator, renderer, role_models = _open_generator(cfg, folder, args=args)
     from sftplay.generate.chat import Conversation, run_command
@@ -230,11 +233,3 @@ def _solve_puzzle(args: Namespace, cfg: RunConfig, *, folder: RunFolder) -> int:
     print(answer, flush=True)
     log.say(remark, "infer")
     return 0
-
-
-def _refuse_puzzle_file(args: Namespace) -> None:
-    """Raise the ConfigError of a run that answers texts and is given a file."""
-    if args.input:
-        what = "only a run of task mode hrm takes a file here"
-        fix = "leave it out to talk, or answer a file of rows with make infer-batch IN= OUT="
-        raise ConfigError(what, where="--in (IN=)", fix=fix)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError
-from sftplay.log import is_terminal
 from sftplay.machine.probe import probe
 from sftplay.units import format_bytes
 
@@ -101,14 +99,11 @@ def check(args: Namespace) -> int:
 
 
 def matrix(args: Namespace) -> int:
-    """`matrix`: a table on a terminal; docs/strategies.md in a file or a pipe; its cells as JSON."""
-    from sftplay.config.matrix import as_markdown, as_table, rows
+    """`matrix`: docs/strategies.md, or its cells as JSON."""
+    from sftplay.config.matrix import as_markdown, rows
 
-    if args.json:
-        print(json.dumps({"cells": [row.as_dict() for row in rows()]}))
-        return 0
-    width = min(100, shutil.get_terminal_size().columns)
-    print(as_table(width) if is_terminal(sys.stdout) else as_markdown(), end="")
+    cells = [{"method": mode, "strategy": by, "precision": at} | vars(cell) for mode, by, at, cell in rows()]
+    print(json.dumps({"cells": cells}) + "\n" if args.json else as_markdown(), end="")
     return 0
 
 

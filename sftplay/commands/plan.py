@@ -46,7 +46,7 @@ def plan(args: Namespace) -> int:
     work = task.workload(sized.cfg, forecast, lengths=lengths)
     suggestions = [] if forecast.verdict == "fits" else task.suggest(cfg, sized, sizing=fitted, hardware=hardware)
     if args.json:
-        more = {"suggestions": [found.as_dict() for found in suggestions], **vars(work), "notes": list(sized.notes)}
+        more = {"suggestions": list(map(vars, suggestions)), **vars(work), "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **more}))
         return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
     advice: list[str] = []

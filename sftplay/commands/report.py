@@ -34,9 +34,6 @@ def report(args: Namespace) -> int:
 
 def compare(args: Namespace) -> int:
     """`compare`: the different settings of two runs and their results, as a table or as JSON."""
-    if args.overrides and not args.config:
-        what = f"compare has nothing to set {args.overrides[0]!r} in"
-        raise ConfigError(what, where="command line", fix="leave it out, or give the config with --config")
     output = Path(load_config(args.config, args.overrides).output_dir if args.config else "outputs")
     runs = []
     for flag, name in (("--a", args.a), ("--b", args.b)):

@@ -1,8 +1,4 @@
-"""The verb `reward-check`: the rewards of a config tried on right answers and on junk, before anything is trained.
-
-With the name of a run: the rewards of the completions that it has kept, computed once more. With a file of completions:
-what each reward pays each of them.
-"""
+"""The verb `reward-check`: the rewards of a config tried on right answers and on junk, before anything is trained."""
 
 from __future__ import annotations
 

@@ -95,7 +95,4 @@ def cancel(args: Namespace) -> int:
 
 
 def _output(args: Namespace) -> Path:
-    if args.overrides and not args.config:
-        what = f"{args.verb} has no config to set {args.overrides[0]!r} in"
-        raise ConfigError(what, where="command line", fix="leave it out, or name the config with CONFIG=")
     return Path(load_config(args.config, args.overrides).output_dir if args.config else "outputs")

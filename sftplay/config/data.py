@@ -1,7 +1,4 @@
-"""The sections about rows: `data`, where they are and what happens to unusual ones, and `eval`.
-
-Rows are read in `sftplay.data`.
-"""
+"""The sections about rows: `data`, where they are and what happens to unusual ones, and `eval`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One value changed in a config file's text, while every other byte of it stays.
-
-It changes what it understands and refuses the rest.
-"""
+"""One value changed in a config file's text, while every other byte of it stays."""
 
 from __future__ import annotations
 
@@ -26,11 +23,8 @@ class Unclear(Exception):
 def amend_file(path: Path, dotted: str, *, value: str) -> None:
     """Set `dotted`, a section and a key, to a text in the YAML file `path`, or leave the file as it was.
 
-    The file is replaced in one step, after the changed text was read back and found equal but for this value.
-
     Raises:
-        ConfigError: the config or the value is refused, or the file is written in a way in which this cannot be done
-            safely; then the line to add is named.
+        ConfigError: the config or the value is refused, or this cannot be done safely; then the line to add is named.
     """
     load_config(path, [f"{dotted}={quoted(value)}"])
     try:
@@ -49,8 +43,7 @@ def amend_file(path: Path, dotted: str, *, value: str) -> None:
 
 
 def amended(text: str, dotted: str, *, value: str) -> str:
-    """Return the YAML text with `dotted` set: its value replaced, else a line added below its section, else a section
-    added.
+    """Return the YAML text with `dotted` set: its value replaced, else a line added, else a section.
 
     Raises:
         Unclear: none of these can be done, or something else would change too.

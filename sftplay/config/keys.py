@@ -1,7 +1,4 @@
-"""The keys of the config by their dotted names: what sections there are, and what each holds.
-
-All of it is read from the schema; nothing here knows a single key.
-"""
+"""The keys of the config by their dotted names: what sections there are, and what each holds."""
 
 from __future__ import annotations
 
@@ -179,9 +176,8 @@ def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Keys in which a resumed run would be another run: (dotted key, before, after).
 
-    Both mappings are those of `values_that_decide_weights`. A key that is missing in one of them has its default there:
-    the run was begun before the kit had the key. `before` may have keys by the names of an older release, which also
-    decided keys of tasks that are not the run's.
+    Both mappings are those of `values_that_decide_weights`. A missing key has its default: the run was begun before the
+    kit had it. `before` may have names of an older release, which also decided keys of other tasks.
     """
     before = {RENAMED_KEYS.get(key, key): value for key, value in before.items()}
     free = () if held_out_decides(after) else OTHER_ROWS

@@ -329,10 +329,7 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[LocatedProblem
 def merge(layers: Sequence[Layer]) -> Layer:
     """Merge all layers: sections key by key, every other value taken from the highest layer that has it.
 
-    Where a list of sections stands below, keys by the name or the number of an entry change that entry alone.
-
-    Raises:
-        ConfigError: the list has no such entry.
+    Keys by the name or the number of an entry of a list below change that entry alone; ConfigError if there is none.
     """
     merged = Layer()
     for given in layers:

@@ -1,8 +1,6 @@
 """YAML files and overrides to a checked `RunConfig` that remembers where each value was written.
 
-Precedence: command line > file > include > default. All problems are reported at once, in the order of the files.
-It reads and checks; it never looks at the machine, the data or the model.
-"""
+Precedence: command line > file > include > default. All problems are reported at once, in the order of the files."""
 
 from __future__ import annotations
 
@@ -50,9 +48,8 @@ TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load the config in a YAML file, laid over what it includes, with `a.b=c` texts laid over both.
 
-    `--a.b=c` is the same as `a.b=c`; of two overrides of one key the later one counts. Paths in messages and origins
-    are as the user typed them, those of includes relative to the current folder. In a file that the kit wrote into a
-    run's folder, keys that were renamed since are read by their new names.
+    Of two overrides of one key the later one counts. Paths in messages and origins are as the user typed them, those of
+    includes relative to the current folder. In a run's folder renamed keys are read by their new names.
 
     Raises:
         ConfigError: a file that cannot be read or is not YAML.
@@ -66,10 +63,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig | None, list[ConfigError]]:
-    """Return the config and everything that is wrong with it, for callers that look for more problems first.
-
-    Where something is wrong, the config has defaults instead of what was refused, and `origins` names only what was
-    accepted. It is None where nothing sensible is left.
+    """Return everything that is wrong with a config, and the config with defaults instead of what was refused; None
+    where nothing sensible is left. `origins` names only what was accepted.
 
     Raises:
         ConfigError: a file that cannot be read or is not YAML.
@@ -113,11 +108,8 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """Load the config in a file that `dump_resolved` wrote, with the origins that its comments name.
-
-    Raises:
-        ConfigError: as `load_config`.
-    """
+    """Load the config in a file that `dump_resolved` wrote, with the origins that its comments name; raises as
+    `load_config`."""
     cfg = load_config(path)
     return cfg.with_origins(read_origins(cfg, path.read_text(encoding="utf-8")))
 

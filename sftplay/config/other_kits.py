@@ -21,26 +21,13 @@ from sftplay.config.layers import SPELLINGS, KeyPath
 class ForeignKeys:
     """The tables of other_kits.yaml."""
 
-    names: dict[str, str]
-    """Name in another kit -> what to write here, the key first."""
-
-    groups: dict[str, str]
-    """Start of the name of an argument of TRL -> the key that decides this group of arguments."""
-
-    without_key: dict[str, str]
-    """Argument of TRL's configs that no key here decides -> why it cannot be given."""
-
-    without_meaning: dict[str, str]
-    """Argument of TRL's GRPOConfig -> why it cannot be given where a run samples completions."""
-
-    guides: dict[str, dict[str, str]]
-    """Section of a guide -> its keys -> what to write here, the key first."""
-
-    cluster: dict[str, str]
-    """Key below `cluster` as guides for Ray and NeMo RL write it -> what to do here."""
-
-    choices: dict[str, dict[str, tuple[str, str]]]
-    """Key -> word -> why a choice that exists elsewhere is none here, and what to write."""
+    names: dict[str, str]  # name in another kit -> what to write here, the key first
+    groups: dict[str, str]  # start of the name of an argument of TRL -> the key that decides this group of arguments
+    without_key: dict[str, str]  # argument of TRL's configs that no key here decides -> why it cannot be given
+    without_meaning: dict[str, str]  # argument of TRL's GRPOConfig -> why it cannot be given where a run samples
+    guides: dict[str, dict[str, str]]  # section of a guide -> its keys -> what to write here, the key first
+    cluster: dict[str, str]  # key below `cluster` as guides for Ray and NeMo RL write it -> what to do here
+    choices: dict[str, dict[str, tuple[str, str]]]  # key -> word -> why it is no choice here, and what to write
 
 
 @cache

@@ -1,11 +1,8 @@
-"""What the schema refuses, in plain words: where it stands, what is wrong, one action, the nearest name.
-
-It translates; it decides nothing about what is valid.
-"""
+"""What the schema refuses, in plain words: where it stands, what is wrong, one action, the nearest name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -39,8 +36,11 @@ class _Explanation(NamedTuple):
 
 def translated(error: ValidationError, merged: Layer, *, file: str) -> list[LocatedProblem]:
     """Return a problem for each key that pydantic refuses; `file` is named for keys that are missing."""
+    from sftplay.config.other_kits import keys_below
+
     refused, nowhere = _by_key(error.errors(), merged.values), SourceLocation(0, 0, file)
-    unknown = (key for path, kind in refused.items() if kind == "extra_forbidden" for key in _keys_below(path, merged))
+    forbidden = (path for path, kind in refused.items() if kind == "extra_forbidden")
+    unknown = (key for path in forbidden for key in keys_below(path, _value_at(path, merged.values)))
     # A problem looks for near names, which takes a millisecond: only those that are shown do.
     problems = [
         _problem(key, merged.find_location_within(key) or nowhere, explanation=_unknown(key))
@@ -87,12 +87,6 @@ def _by_key(errors: Iterable[Any], values: dict[str, Any]) -> dict[KeyPath, str]
         found.setdefault(error["loc"] if named else tuple(path), error["type"])
     lists = {path[:-1] for path in found if isinstance(path[-1], int)}
     return {path: kind for path, kind in found.items() if path not in lists}
-
-
-def _keys_below(path: KeyPath, merged: Layer) -> Iterator[KeyPath]:
-    from sftplay.config.other_kits import keys_below
-
-    return keys_below(path, _value_at(path, merged.values))
 
 
 def _value_at(path: KeyPath, values: Any) -> Any:

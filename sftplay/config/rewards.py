@@ -1,7 +1,4 @@
-"""The section of one reward in the list `rewards`, and that of the box for a model's programs.
-
-What each shipped reward takes is in `sftplay.reward`.
-"""
+"""The section of one reward in the list `rewards`, and that of the box for a model's programs."""
 
 from __future__ import annotations
 

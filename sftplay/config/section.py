@@ -1,7 +1,4 @@
-"""The base of every section of the config, the types of its values, its broken rules, and what a task says of it.
-
-It knows no section and no key.
-"""
+"""The base of every section of the config, the types of its values, its broken rules, and what a task says of it."""
 
 from __future__ import annotations
 

@@ -28,9 +28,6 @@ class Suggestion:
     fits: bool
     batch_size: int = 1  # rows of a micro-batch that `peak_bytes` are for
 
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self)
-
 
 @dataclass(frozen=True)
 class Step:

@@ -71,13 +71,13 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
         fix = "leave train.precision on auto (fp32 here), or use bf16"
         raise MachineError("fp16 needs a GPU; on a CPU it would be ignored", where=where, fix=fix)
     precision = Decision("fp32", "no GPU: a CPU computes fp32 fastest")
-    if gpus and all(gpu.has_bf16 for gpu in gpus):
+    has_bf16 = bool(gpus) and all(gpu.has_bf16 for gpu in gpus)
+    if has_bf16:
         precision = Decision("bf16", "every GPU has bf16 (compute capability 8.0 or later)")
     elif gpus and not cfg.task.has_fp16:
         precision = Decision("fp32", "a GPU older than Ampere has no bf16, and fp16 would overflow in the loss")
     elif gpus:
         precision = Decision("fp16", "a GPU older than Ampere has no bf16")
-    has_bf16 = bool(gpus) and all(gpu.has_bf16 for gpu in gpus)
     chosen = precision.value if train.precision == "auto" else train.precision
     has_flash = has_bf16 and chosen != "fp32" and find_spec("flash_attn") is not None
     package = "kernels" if "/" in cfg.model.attn else "flash_attn"

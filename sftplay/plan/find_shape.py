@@ -25,16 +25,15 @@ def find_shape(
 ) -> ModelShape | None:
     """Find the shape of the model `name`, or None when only the hub could tell.
 
-    Looked for in this order: a folder `name` with a config.json; `builtin`, a mapping of names to what their
-    config.json holds; the hub's cache on this machine; the shipped table, by the hub's name or by its last part where
-    all models of that name are alike. With a `revision` the table is the last resort all the same: sizes rarely change.
+    Looked for in a folder `name`; in `builtin`, a mapping of names to what their config.json holds; in the hub's cache
+    on this machine; in the shipped table, by the hub's name or by its last part where all of that name are alike.
 
     Raises:
         ConfigError: a config.json that was found cannot be read or used.
     """
     from sftplay.plan.shape_from_config import shape_from_config
 
-    if _is_folder(Path(name)):
+    if os.path.isdir(name):  # noqa: PTH112 - false for what is longer than a path
         return _read(Path(name) / "config.json", name)
     if builtin and name in builtin:
         return shape_from_config(builtin[name], name=name)
@@ -55,13 +54,6 @@ def nearest_models(name: str, more: Iterable[str] = ()) -> list[str]:
     longer = [word for word in sorted(lowered) if name and word.startswith(name.lower())]
     best = longer or nearest_names(name.lower(), lowered)
     return [lowered[word] for word in best[:3]]
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # longer than a file system allows
-        return False
 
 
 def _read(path: Path, name: str) -> ModelShape:
@@ -88,7 +80,7 @@ def _find_cached(name: str, revision: str | None) -> Path | None:
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
     repository = Path(cache).expanduser() / f"models--{name.replace('/', '--')}"
-    if not _is_folder(repository):
+    if not os.path.isdir(repository):  # noqa: PTH112
         return None
     wanted = revision or "main"
     try:

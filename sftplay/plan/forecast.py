@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from sftplay.config.run import RunConfig
 from sftplay.plan.devices import OWN, find_card, name_devices
 from sftplay.plan.memory import (
     DeviceShare,
@@ -19,7 +20,6 @@ from sftplay.plan.memory import (
     standing_bytes,
 )
 from sftplay.plan.memory_setup import OPENED, MemorySetup, gpu_chunk_tokens, workspace_bytes
-from sftplay.plan.row_lengths import RowLengths
 from sftplay.plan.shape import ModelShape
 from sftplay.units import GIB
 
@@ -266,6 +266,27 @@ def with_loading(seen: Forecast, *, share: DeviceShare) -> Forecast:
     opened = standing.weights if setup.trains_all else standing.adapters
     host, footprint = max(seen.host_bytes, round(opened)), Footprint({LOAD: parts, **phases})
     return replace(seen, footprint=footprint, host_bytes=host, opens_on_host=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLengths:
+    """Lengths of the rows to train on, in tokens, after the long ones are cut."""
+
+    longest: int
+    mean: float
+    count: int
+
+
+def planned_tokens(cfg: RunConfig, lengths: RowLengths | None) -> int:
+    """Tokens of a row of a micro-batch at its fullest.
+
+    A packed row, a micro-batch that is formed by tokens, and a block of documents is filled up to its limit whatever
+    the rows are. `cfg.train.packing` is decided; where it is not, rows count as packed.
+    """
+    limit = cfg.row_tokens
+    if lengths is None or cfg.learns_documents or cfg.train.packing is not False or cfg.train.batching == "tokens":
+        return limit
+    return min(limit, lengths.longest)
 
 
 @dataclass(frozen=True)

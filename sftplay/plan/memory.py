@@ -200,12 +200,8 @@ def _layer_phase(
         {SHARDING: end, "gradients": gradients, "layer": embedding},
     )
     fullest = max(moments, key=lambda moment: sum(moment.values()))
-    return {**fullest, "held scores": _held_scores(shape, setup, tokens=size.tokens)}
-
-
-def _held_scores(shape: ModelShape, setup: MemorySetup, *, tokens: int) -> float:
-    """The model's output, where the caller keeps it while backward runs through the layers."""
-    return float(setup.logits_bytes * tokens * shape.vocab) if setup.holds_scores else 0.0
+    held = setup.logits_bytes * size.tokens * shape.vocab if setup.holds_scores else 0
+    return {**fullest, "held scores": float(held)}
 
 
 def _rounded_layers(shape: ModelShape, setup: MemorySetup) -> float:

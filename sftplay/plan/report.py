@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sftplay.config.run import RunConfig
-from sftplay.plan.forecast import LOAD, MARGIN, RUNTIME, Forecast, Hardware, Setting
+from sftplay.plan.forecast import LOAD, MARGIN, RUNTIME, Forecast, Hardware, RowLengths, Setting
 from sftplay.plan.memory_setup import trained_params
-from sftplay.plan.row_lengths import RowLengths
 from sftplay.plan.shape import ModelShape
 from sftplay.plan.task_sizing import SizedRun, find_sizing
 from sftplay.units import GIB, format_bytes, format_count, format_seconds
@@ -115,16 +114,12 @@ def flops_per_token(setting: Setting) -> float:
 
 
 LABELS = {
-    "weights": "weights",
-    "adapters": "adapters",
-    "gradients": "gradients",
     "optimizer": "optimizer state",
     "activations": "activations kept",
     "layer": "one layer at work",
     "head": "loss head",
     "optimizer step": "copy of the gradients",
     "mask": "attention mask",
-    "buckets and sharding": "buckets and sharding",
     "workspace": "cuBLAS workspaces",
     RUNTIME: "process itself",
     MARGIN: "margin of the estimate",
@@ -141,7 +136,7 @@ PHASES = {
 def label(seen: Forecast, name: str, *, labels: Mapping[str, str] = LABELS) -> str:
     """Return what `make plan` calls a component, or with PHASES a phase; the task's own words come first."""
     task = seen.setting.task
-    return task.labels[name] if task and name in task.labels else labels[name]
+    return task.labels[name] if task and name in task.labels else labels.get(name, name)
 
 
 VERDICTS = {

@@ -347,10 +347,9 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """Read the shape of the model that `config`, the content of a config.json, describes; messages call it `name`.
+    """Read the shape of the (text) model that `config`, the content of a config.json, describes.
 
-    A multimodal config gives its text model's shape. A `model_type` that the kit does not know is read as a Llama of
-    the same sizes, and `unmodelled` says so.
+    Messages call it `name`. An unknown `model_type` is read as a Llama of the same sizes, and `unmodelled` says so.
 
     Raises:
         ConfigError: a key that is needed is missing, no number, or out of bounds; the model is no decoder.

@@ -13,9 +13,8 @@ from sftplay.config.run import RunConfig
 from sftplay.config.section import find_spec
 from sftplay.errors import ConfigError, MachineError
 from sftplay.plan.decisions import Decision, Decisions, choose_backend, decide_numerics, scaled_rate, without_effect
-from sftplay.plan.forecast import Forecast, Hardware, find_device, forecast
+from sftplay.plan.forecast import Forecast, Hardware, RowLengths, find_device, forecast, planned_tokens
 from sftplay.plan.memory import Size, Strategy
-from sftplay.plan.row_lengths import RowLengths, planned_tokens
 from sftplay.plan.shape import ModelShape
 from sftplay.plan.task_sizing import SizedRun, build_setting, find_sizing, forecast_one_row
 from sftplay.units import format_bytes
@@ -108,9 +107,8 @@ def split_batch(
 ) -> Split:
     """Choose micro-batch and accumulation whose product over all processes is exactly the effective batch.
 
-    `row_tokens` is the length of the longest row, None for rows of full length; `most_tokens` the most tokens of an
-    automatic micro-batch, None for what suits rows of text. With `estimate_for`, which forecasts a micro-batch of so
-    many rows, an automatic one is the largest that fits the device and still helps.
+    `row_tokens` is the length of the longest row (None: full); `most_tokens` bounds an automatic micro-batch (None: as
+    usual). With `estimate_for`, which forecasts so many rows, it is the largest that fits and still helps.
 
     Raises:
         ConfigError: there is none; the nearest effective batches are named.
@@ -183,9 +181,8 @@ def size_run(
 ) -> SizedRun:
     """Replace every `auto` by a number or a name.
 
-    `shape` is the model's, None when it is not known before the download; `vocab_size` may be known without it.
-    `local_processes` is how many of the `world_size` share this machine, None for all. `fit` is what a probe measured.
-    `lengths` is what is known of the rows; without it every row counts as full.
+    `shape` is None when it is not known before the download; `vocab_size` may be known without it. `local_processes` of
+    the `world_size` share this machine, None for all. Without `lengths` every row counts as full.
 
     Raises:
         ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
@@ -250,11 +247,8 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, hardware: Hardware, vocab_
     if fixed := find_sizing(cfg).fixed_head(cfg):
         return fixed
     if wanted == "liger" and (not machine.gpus or find_module("liger_kernel") is None):
-        what, where = (
-            "the liger loss head needs a GPU and the package liger-kernel",
-            cfg.origins.get(LOSS_HEAD, "train"),
-        )
-        raise MachineError(what, where=f"{where} {LOSS_HEAD}", fix="leave train.loss_head on auto")
+        what, at = "the liger loss head needs a GPU and the package liger-kernel", cfg.origins.get(LOSS_HEAD, "train")
+        raise MachineError(what, where=f"{at} {LOSS_HEAD}", fix="leave train.loss_head on auto")
     if cfg.tuning.backend == "unsloth":
         return Decision("standard", "unsloth puts a loss of its own into the model")
     vocab = vocab_size or ASSUMED_VOCAB

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sftplay.config.run import RunConfig
 from sftplay.plan.decisions import Decision, Decisions
-from sftplay.plan.forecast import Forecast, Hardware, Setting, TaskMemory, forecast, on_device
+from sftplay.plan.forecast import Forecast, Hardware, Setting, TaskMemory, forecast, on_device, planned_tokens
 from sftplay.plan.memory import Size, Strategy
 from sftplay.plan.memory_setup import read_memory_setup
-from sftplay.plan.row_lengths import planned_tokens
 from sftplay.plan.shape import ModelShape
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from sftplay.model.start_point import resolve_names
 from sftplay.plan.find_shape import find_shape, nearest_models, read_table
 
 if TYPE_CHECKING:
-    from sftplay.plan.row_lengths import RowLengths
+    from sftplay.plan.forecast import RowLengths
     from sftplay.plan.shape import ModelShape
 
 
@@ -289,7 +289,7 @@ def known_lengths(cfg: RunConfig) -> RowLengths | None:
     if not (Path(cfg.data.processed_dir) / "lengths").is_dir():  # `data.cache` has noted none
         return None
     from sftplay.data.cache import read_lengths
-    from sftplay.plan.row_lengths import RowLengths
+    from sftplay.plan.forecast import RowLengths
 
     found = read_lengths(cfg)
     return RowLengths(longest=int(found["longest"]), mean=found["mean"], count=int(found["count"])) if found else None

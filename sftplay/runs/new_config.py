@@ -26,8 +26,8 @@ from sftplay.errors import ConfigErrors, DataError, MachineError
 from sftplay.machine.probe import Machine
 from sftplay.model.libraries import unneeded_for_rows
 from sftplay.model.start_point import resolve_names
+from sftplay.plan.forecast import RowLengths
 from sftplay.plan.report import estimate_workload
-from sftplay.plan.row_lengths import RowLengths
 from sftplay.plan.sizing import size_run
 from sftplay.runs.inputs import check_model, known_shape
 from sftplay.startup import leave_out

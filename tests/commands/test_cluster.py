@@ -113,16 +113,6 @@ def test_a_lock_that_no_process_holds_is_found_with_the_command_that_removes_it(
     assert check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
 
 
-def test_a_lock_that_torch_holds_while_it_builds_is_not_stale(tmp_path):
-    from torch.utils.file_baton import FileBaton
-
-    (tmp_path / "op").mkdir()
-    baton = FileBaton(str(tmp_path / "op" / "lock"))
-    assert baton.try_acquire()
-    assert [one.level for one in check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})] == ["ok"]
-    baton.release()
-
-
 @pytest.fixture
 def builds(tmp_path, monkeypatch):
     """What would be built, in place of building it: the environment and the builders of each start."""
@@ -151,29 +141,8 @@ def test_a_build_is_announced_and_happens_once(builds, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_does_not_wait_for_a_build_that_was_killed(builds, tmp_path):
-    (tmp_path / "op").mkdir()
-    (tmp_path / "op" / "lock").touch()
-    with pytest.raises(MachineError, match="was killed"):
-        strategy_setup.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
-
-
 def test_a_build_that_fails_says_why(builds, monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="x.cpp:3: fatal error: no header\nRuntimeError: Error building\n")
     monkeypatch.setattr(strategy_setup.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(MachineError, match="no header"):
         strategy_setup.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
-
-
-def test_deepspeed_that_is_not_installed_is_named_before_the_launch(monkeypatch):
-    monkeypatch.setattr(strategy_setup, "find_spec", lambda name: None)
-    with pytest.raises(MachineError, match="not installed"):
-        strategy_setup.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
-
-
-def test_the_builders_and_what_they_make_are_deepspeeds_own():
-    pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
-
-    kinds = (ShareMemCommBuilder, CPUAdamBuilder)
-    assert {kind.__name__: kind.NAME for kind in kinds} == strategy_setup.OPERATORS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.cli import FLAGS, VERBS, list_flags, main
-from sftplay.commands.completion import MAKE_WORDS, bash_text, fish_text, zsh_text
+from sftplay.commands.completion import bash_text, fish_text, zsh_text
 from sftplay.config.keys import all_keys, list_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,11 +62,6 @@ def test_the_shell_itself_finds_no_fault_with_its_script(shell, text, tmp_path):
     script.write_text(text)
     done = subprocess.run([program, "-n", str(script)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_words_of_make_are_its_settings():
-    settings = (ROOT / "Makefile").read_text().split("SETTINGS :=")[1].split("\n\n")[0].replace("\\\n", " ").split()
-    assert {word.partition("=")[0] for word in MAKE_WORDS} <= set(settings)
 
 
 def test_an_unknown_shell_is_refused_with_those_there_are(capsys):

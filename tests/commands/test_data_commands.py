@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import HANG_S
 from transformers import AutoTokenizer
 
 from sftplay import cli
-from sftplay.config.load import load_config
-from sftplay.data.pipeline import load_examples
 from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
-from sftplay.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 Call = Callable[..., tuple[int, str, str]]
@@ -99,13 +93,6 @@ def test_inspect_shows_the_report_and_what_is_learned_between_marks(call: Call, 
     assert "row 0" not in out
 
 
-def test_a_system_prompt_of_the_config_is_in_rows_that_have_none(call: Call, tmp_path: Path):
-    path = write_rows(tmp_path / "mine.jsonl", [chat("why", "so"), chat("who", "me", ("system", "own"))])
-    _, out, _ = call("inspect", "--json", data__train_path=path, data__system="be old")
-    starts = [row["text"].partition("<|im_start|>user")[0] for row in json.loads(out)["rows"]]
-    assert starts == [f"<|im_start|>system\n{text}<|im_end|>\n" for text in ("be old", "own")]
-
-
 BAD = [*["{broken"] * 3, '["a list"]', *[{"nothing": "known"}] * 40]
 
 
@@ -119,44 +106,6 @@ def test_a_file_whose_first_rows_are_all_unreadable_ends_with_4_naming_five(verb
     assert named == [f"{path}:{line}" for line in range(1, 6)]
     assert "fix: " in err
     assert not (tmp_path / "outputs").exists()
-
-
-def test_rows_behind_many_bad_ones_are_reached_where_bad_ones_are_skipped(call: Call, tmp_path: Path):
-    path = write_rows(tmp_path / "bad.jsonl", [*BAD, chat("why", "so")])
-    code, out, _ = call("inspect", "--json", data__train_path=path, data__on_bad_row="skip")
-    assert code == 0
-    assert [row["source"] for row in json.loads(out)["rows"]] == [f"{path}:{len(BAD) + 1}"]
-
-
-@pytest.mark.parametrize("verb", ["inspect", "train"])
-def test_a_file_without_rows_and_a_template_that_is_not_there_are_refused(verb: str, call: Call, tmp_path: Path):
-    code, _, err = call(verb, data__train_path=write_rows(tmp_path / "empty.jsonl", ["", ""]))
-    assert (code, "has no rows" in err) == (4, True)
-    code, _, err = call(verb, data__template="nowhere.jinja")
-    assert (code, "there is no file 'nowhere.jinja'" in err) == (4, True)
-
-
-def test_a_row_that_cannot_be_read_among_good_ones_ends_with_4_and_its_line(call: Call, tmp_path: Path):
-    path = write_rows(tmp_path / "mixed.jsonl", [chat("why", "so"), "{broken", chat("who", "me")])
-    code, _, err = call("inspect", data__train_path=path)
-    assert code == 4
-    assert f"{path}:2 " in err
-    code, out, _ = call("inspect", "--json", data__train_path=path, data__on_bad_row="skip")
-    assert code == 0
-    assert [row["source"] for row in json.loads(out)["rows"]] == [f"{path}:1", f"{path}:3"]
-
-
-def test_a_template_that_hides_what_the_assistant_says_ends_with_4_and_a_sample(call: Call, tmp_path: Path):
-    template = tmp_path / "broken.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
-        "{{ m['content'] | upper if m['role'] == 'assistant' else m['content'] }}{{ '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
-    code, _, err = call("inspect", data__template=str(template))
-    assert code == 4
-    assert "<|im_start|>assistant" in err  # the sample
-    assert "fix: " in err
 
 
 def test_render_shows_the_text_and_where_inference_would_ask(call: Call, chat_rows: Path, tokenizer: Any):
@@ -196,13 +145,6 @@ def test_render_writes_every_row_of_both_sides_once_and_never_over_a_file(
     assert [path.name for path in target.parent.iterdir()] == ["rows.jsonl"]
 
 
-def test_render_to_a_place_that_cannot_be_written_is_refused(call: Call, tmp_path: Path):
-    (tmp_path / "file").touch()
-    code, _, err = call("render", "--out", tmp_path / "file" / "rows.jsonl")
-    assert code == 2
-    assert "cannot be written" in err
-
-
 def test_process_says_where_the_token_rows_lie_and_whether_they_were_there(call: Call, tmp_path: Path):
     code, out, err = call("process", "--json")
     report = json.loads(out)
@@ -223,22 +165,6 @@ def test_process_says_where_the_token_rows_lie_and_whether_they_were_there(call:
 def test_a_number_of_rows_that_is_none_is_refused(count: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["inspect", "--config", "x.yaml", f"--n={count}"]) == 2
     assert f"not a number of rows: {count!r}" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_rows_are_prepared_without_torch_and_found_again_by_who_has_it(
-    write_config: Callable[..., Path], tiny_llama: Path
-):
-    """The fingerprint of the rows knows nothing of the libraries in memory."""
-    config = str(write_config(model__name=str(tiny_llama)))
-    argv = [sys.executable, "-X", "importtime", "-m", "sftplay", "process", "--config", config, "--json"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANG_S)
-    assert not re.search(r"\| +(torch|accelerate)$", done.stderr, re.MULTILINE)
-    assert re.search(r"\| +transformers$", done.stderr, re.MULTILINE)
-    cfg = load_config(Path(config))
-    found = load_examples(cfg, load_tokenizer(cfg.model)).report
-    assert found["fingerprint"] == json.loads(done.stdout)["fingerprint"]
-    assert "torch" in sys.modules
 
 
 def test_the_blocks_of_a_mixture_are_shown_document_by_document(call: Call, tokenizer: Any, tmp_path: Path):
@@ -266,10 +192,6 @@ def test_the_blocks_of_a_mixture_are_shown_document_by_document(call: Call, toke
             for each, tokens in zip(row["documents"][1:-1], ids[1:-1], strict=True):
                 line = int(each["source"].rpartition(":")[2])
                 assert tokenizer.decode(tokens) == texts[line - 1] + tokenizer.eos_token
-    code, out, _ = call("inspect", "--n", 1, **changes)
-    assert code == 0
-    assert re.search(r"-- \S+documents\.jsonl:\d+  \d+ tokens", out)
-    assert "\u27e6" in out
     code, _, err = call("render", **changes)
     assert code == 2
     assert "blocks of documents, which no chat template writes" in err

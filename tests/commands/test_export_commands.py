@@ -15,10 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sftplay import cli
-from sftplay.export import serve as serving
 from sftplay.export import server
-from sftplay.launch.command import Launch
-from sftplay.machine.ports import HOST, free_port
+from sftplay.machine.ports import HOST
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
 
@@ -164,20 +162,3 @@ def test_serve_on_a_port_in_use_is_refused_before_anything_is_loaded(call: Any, 
     assert code == 3
     assert "something listens here already" in err
     assert "loading libraries" not in out
-
-
-def test_serve_hands_the_run_to_the_server_that_was_asked_for(merged: Path, call: Any, monkeypatch: pytest.MonkeyPatch):
-    started: list[tuple[Launch, str, int]] = []
-
-    def run_server(launch: Launch, name: str, port: int, **_: Any) -> int:
-        started.append((launch, name, port))
-        return 143
-
-    monkeypatch.setattr(server, "find_spec", lambda name: True)
-    monkeypatch.setattr(serving, "run_server", run_server)
-    port = free_port(0)
-    code, out, _ = call("serve", "--port", port, "--server", "transformers")
-    ((launch, name, listens),) = started
-    assert (code, name, listens) == (143, "run", port)
-    assert f"--host {HOST} --port {port}" in " ".join(launch.argv)
-    assert "transformers: asked for" in out

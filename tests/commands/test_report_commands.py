@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -152,15 +151,6 @@ def test_a_report_that_fails_changes_no_exit_code_and_is_said(
     assert "in fail\n    raise fault\n" in log_file.read_text()
 
 
-def test_a_reader_that_has_left_does_not_change_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    reads, writes = os.pipe()
-    os.close(reads)
-    with os.fdopen(writes, "w") as gone:
-        monkeypatch.setattr(sys, "stdout", gone)
-        assert ended(RunFolder(tmp_path / "run"), monkeypatch, code=143, state="stopped") == 143
-    assert (tmp_path / "run" / "report.html").is_file()
-
-
 # compare
 
 
@@ -175,22 +165,13 @@ def test_compare_finds_runs_by_name_and_by_folder(
     assert "figures" in capsys.readouterr().out
 
 
-def test_compare_takes_the_output_folder_of_a_config(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["compare", "--a", "run", "--b", "run"]) == 2
-    assert "neither run nor outputs/run holds a config.resolved.yaml" in capsys.readouterr().err
-    assert cli.main(["compare", "--config", str(config), "--a", "run", "--b", "run"]) == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "output"),
     [
         (["--a", "", "--b", "run"], "--a: no run is named"),
         (["--a", "run"], "the following arguments are required: --b"),
         (["--a", "run", "--b", "nowhere"], "--b: no run 'nowhere'"),
-        (["--a", "run", "--b", "run", "seed=3"], "compare has nothing to set 'seed=3' in"),
+        (["--a", "run", "--b", "run", "seed=3"], "compare has no config to set 'seed=3' in"),
     ],
 )
 def test_what_compare_cannot_do_is_refused(

@@ -23,16 +23,6 @@ def test_batched_powersgd_is_refused_with_the_reason_upstream(refusals, word):
     assert problem.fix == "write powersgd"
 
 
-def test_a_misspelt_hook_is_refused_with_the_nearest(refusals):
-    (problem,) = refusals("cluster: {comm: {hook: fp61}}\n")
-    assert problem.fix == "did you mean 'fp16'?"
-
-
-@pytest.mark.parametrize("hook", ["none", "fp16", "bf16", "powersgd"])
-def test_every_offered_hook_is_a_valid_file(load, hook):
-    assert check_rules(load(f"cluster: {{comm: {{hook: {hook}}}}}\n")) == []
-
-
 def test_bf16_between_processes_without_a_gpu_is_refused_before_the_launch(load):
     cfg = load("cluster: {comm: {hook: bf16}}\n")
     with pytest.raises(MachineError, match="NCCL only") as caught:
@@ -41,11 +31,6 @@ def test_bf16_between_processes_without_a_gpu_is_refused_before_the_launch(load)
     assert caught.value.nearest == ["fp16", "none"]
     assert size_run(cfg, machine(2), world_size=2).cfg.cluster.comm.hook == "bf16"
     assert size_run(cfg, machine(0), world_size=1).cfg.cluster.comm.hook == "bf16"
-
-
-@pytest.mark.parametrize("hook", ["none", "fp16", "powersgd"])
-def test_the_other_hooks_pass_without_a_gpu(load, hook):
-    assert size_run(load(f"cluster: {{comm: {{hook: {hook}}}}}\n"), machine(0), world_size=2)
 
 
 def test_a_static_graph_is_refused_where_a_step_may_have_several_micro_batches(refusals, load):

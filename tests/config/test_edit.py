@@ -79,16 +79,6 @@ def changed(text: str, value: str = "Be brief.") -> str:
     return amended(textwrap.dedent(text), KEY, value=value)
 
 
-def test_a_value_is_replaced_where_it_stands_with_its_comment_kept():
-    text = "data:\n  system: old words   # ours\n  train_path: b\n"
-    assert changed(text) == 'data:\n  system: "Be brief."   # ours\n  train_path: b\n'
-
-
-def test_a_line_is_added_below_the_section_with_the_indentation_of_its_neighbours():
-    text = "data:  # rows\n    # where they are\n    train_path: b\n"
-    assert changed(text) == 'data:  # rows\n    system: "Be brief."\n    # where they are\n    train_path: b\n'
-
-
 def test_a_section_is_added_where_there_is_none_or_only_comments_in_it():
     assert changed("include: base.yaml\n# end") == 'include: base.yaml\n# end\ndata:\n  system: "Be brief."\n'
     assert changed("data:\n  # format: auto\nseed: 1\n") == (
@@ -97,17 +87,11 @@ def test_a_section_is_added_where_there_is_none_or_only_comments_in_it():
     assert changed("seed: 1\ndata:") == 'seed: 1\ndata:\n  system: "Be brief."\n'
 
 
-def test_a_value_inside_braces_is_replaced_too():
-    assert changed("data: {system: old, split: 0}\n") == 'data: {system: "Be brief.", split: 0}\n'
-
-
 @pytest.mark.parametrize(
     ("text", "after"),
     [
         ("data: {train_path: b}\n", 'data: {system: "Be brief.", train_path: b}\n'),
-        ("{data: {train_path: b}}\n", '{data: {system: "Be brief.", train_path: b}}\n'),
         ('{"data": {\n "train_path": "b"\n}}\n', '{"data": {"system": "Be brief.", \n "train_path": "b"\n}}\n'),
-        ("data: {}\n", 'data: {system: "Be brief."}\n'),
         ("{data: {split: 0, system: old}}\n", '{data: {split: 0, system: "Be brief."}}\n'),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.config.layers import merge, read_layers, read_overrides
+from sftplay.config.layers import merge, read_overrides
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, ConfigErrors
 
@@ -140,39 +140,6 @@ def test_an_override_with_an_open_bracket_or_an_include_is_refused(refusals):
     assert include.what == "include works in a file only"
 
 
-KEYS = st.lists(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), min_size=1, max_size=4)
-NUMBERS = st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)
-
-
-@given(KEYS, NUMBERS)
-def test_any_number_on_the_command_line_arrives_under_its_dotted_key(path, number):
-    layer, problems = read_overrides([f"{'.'.join(path)}={number!r}"])
-    value = layer.values
-    for part in path:
-        value = value[part]
-    assert problems == ([] if path != ["include"] else problems)
-    assert value == number
-    assert type(value) is type(number)
-
-
-@given(st.lists(st.tuples(st.sampled_from(["a", "a.b", "a.b.c", "d", "d.e"]), st.integers()), max_size=8))
-def test_every_override_holds_until_a_later_one_replaces_it_or_what_it_lies_in(pairs):
-    layer, _ = read_overrides([f"{key}={value}" for key, value in pairs])
-    for index, (key, value) in enumerate(pairs):
-        later = [other for other, _ in pairs[index + 1 :]]
-        if any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in later):
-            continue
-        found = layer.values
-        for part in key.split("."):
-            found = found[part]
-        assert found == value
-
-
-@given(st.text(max_size=40))
-def test_no_override_ends_in_a_traceback(text):
-    read_overrides([text, f"a.b={text}"])
-
-
 TREES = st.recursive(
     st.integers(), lambda inner: st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3), max_leaves=8
 )
@@ -216,11 +183,6 @@ def test_a_file_that_is_missing_is_named_as_it_was_typed(write):
     with pytest.raises(ConfigError, match="no such file") as caught:
         load_config("configs/gone.yaml")
     assert caught.value.where == "configs/gone.yaml"
-
-
-def test_layers_come_lowest_first(write):
-    write("seed: 1\n", "base.yaml")
-    assert [layer.values for layer in read_layers(write("include: base.yaml\nseed: 2\n"))] == [{"seed": 1}, {"seed": 2}]
 
 
 @pytest.mark.contract

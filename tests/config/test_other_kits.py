@@ -40,23 +40,3 @@ def test_a_name_of_another_kit_is_answered_at_the_top_and_in_a_section(refusals,
 def test_dashes_and_capitals_do_not_hide_a_name_of_another_kit(refusals):
     (problem,) = refusals("Micro-Batch-Size: 4\n")
     assert problem.fix == "write train.batch_size"
-
-
-def test_a_whole_file_of_another_kit_is_answered_key_by_key(refusals):
-    text = """\
-        base_model: NousResearch/Llama-2-7b-hf
-        load_in_4bit: true
-        sequence_len: 4096
-        sample_packing: true
-        adapter: qlora
-        lora_r: 32
-        lora_target_linear: true
-        gradient_accumulation_steps: 4
-        micro_batch_size: 2
-        num_epochs: 4
-        lr_scheduler: cosine
-        learning_rate: 0.0002
-        """
-    found = refusals(text)
-    assert len(found) == 12
-    assert all(problem.nearest and problem.fix for problem in found)

@@ -6,23 +6,17 @@ ACCEPTED = {
     "{bf16: true}": "bf16",
     "{fp16: true}": "fp16",
     "{bf16: true, fp16: false}": "bf16",
-    "{bf16: false, fp16: true}": "fp16",
     "{bf16: false, fp16: false}": "fp32",
-    "{bf16: true, precision: bf16}": "bf16",
     "{bf16: true, precision: null}": "bf16",
     "{bf16: false, fp16: false, precision: fp32}": "fp32",
     "{bf16: false, precision: fp16}": "fp16",
-    "{fp16: false, precision: fp32}": "fp32",
 }
 REFUSED = {
     "{bf16: true, fp16: true}": "both are true",
     "{bf16: true, precision: fp16}": "says bf16, but train.precision says fp16",
-    "{bf16: true, precision: auto}": "says bf16, but train.precision says auto",
-    "{bf16: false, fp16: false, precision: bf16}": "says fp32, but train.precision says bf16",
     "{bf16: false, precision: bf16}": "says not bf16, but train.precision says bf16",
     "{bf16: false}": "false says what not to use, and nothing says what to use",
     "{bf16: auto}": "'auto' is not true or false",
-    "{fp16: 1}": "1 is not true or false",
 }
 
 
@@ -48,10 +42,7 @@ def test_the_origin_of_the_precision_is_the_line_of_the_switch(load):
 LAYERED = [
     ("{precision: fp32}", "{bf16: true}", (), "bf16"),
     ("{bf16: true}", "{precision: fp32}", (), "fp32"),
-    ("{bf16: true}", "{fp16: true}", (), "fp16"),
     ("{bf16: true}", "{fp16: false}", (), "bf16"),
-    ("{bf16: false}", "{precision: fp16}", (), "fp16"),
-    ("{fp16: true}", "{}", ("train.bf16=true",), "bf16"),
     ("{}", "{bf16: true}", ("train.bf16=false", "train.fp16=false"), "fp32"),
     ("{precision: bf16}", "{}", ("train.precision=auto",), "auto"),
 ]
@@ -68,18 +59,3 @@ def test_a_lone_false_that_meets_its_own_precision_from_below_is_refused(refusal
     (problem,) = refusals("include: base.yaml\n", "train.bf16=false")
     assert problem.where == "command line train.bf16"
     assert problem.fix == "write train.precision: fp32 or fp16"
-
-
-def test_a_lone_false_that_auto_could_overrule_is_refused(refusals, write):
-    write("train: {precision: auto}\n", "base.yaml")
-    (problem,) = refusals("include: base.yaml\ntrain: {fp16: false}\n")
-    assert problem.fix == "write train.precision: fp32 or bf16"
-
-
-def test_a_switch_that_is_no_boolean_does_not_hide_other_problems(write, refusals):
-    assert len(refusals("train: {bf16: yes, epochs: 0}\n")) == 2
-
-
-def test_a_train_section_that_is_no_section_is_refused_as_such(write, refusals):
-    (problem,) = refusals("train: bf16\n")
-    assert "stands where a section belongs" in problem.what

@@ -45,15 +45,6 @@ def options() -> dict[str, str]:
     return dict(word.split("=") for word in words if re.match(r"[a-z_]+=", word))
 
 
-@needs_guide
-def test_every_command_is_listed():
-    listed = {word for first in table("Its commands") for word in re.findall(r"`([^`]+)`", first)}
-    assert len(commands()) == 7
-    for words in commands():
-        text = " ".join(word for word in words if not re.match(r"[a-z_]+=", word))
-        assert text.replace("--node-rank=1", "--node-rank=0") in listed
-
-
 @pytest.mark.contract
 @needs_guide
 def test_every_option_is_refused_with_the_name_that_is_listed_and_accepted_by_that_name(monkeypatch):
@@ -70,19 +61,6 @@ def test_every_option_is_refused_with_the_name_that_is_listed_and_accepted_by_th
     values = {**options(), "data_path": "anywhere", "eval_interval": "2604"}
     cfg = load_config("configs/run_hrm_sudoku.yaml", [f"{ours[name]}={value}" for name, value in values.items()])
     assert (cfg.hrm.epochs, cfg.train.learning_rate, cfg.hrm.puzzle_emb_weight_decay) == (20_000, 1e-4, 1.0)
-
-
-@needs_guide
-def test_every_block_of_python_has_a_row_and_there_is_no_yaml():
-    assert {heading for heading, _ in blocks("python")} == set(table("Its blocks of Python"))
-    assert not blocks("yaml")
-    assert {"bash", "python"} == set(re.findall(r"^```(\w+)", GUIDE.read_text(encoding="utf-8"), re.M))
-
-
-@needs_guide
-def test_the_published_protocol_makes_the_steps_that_the_table_says():
-    assert int(20_000 * 1000 / 768) == 26_041
-    assert 2000 * 1000 // 768 == 2604
 
 
 @pytest.mark.contract

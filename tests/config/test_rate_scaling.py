@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from sftplay.config.load import dump_resolved, load_config, load_resolved
-from sftplay.config.train import TrainConfig
-from sftplay.launch.deepspeed_json import run_values
 from sftplay.machine.probe import Machine
 from sftplay.plan.sizing import size_run
 
@@ -58,28 +52,9 @@ def test_rate_grows_with_the_batch_or_with_its_root_and_is_said(load, scaling, r
     assert [note for note in run.notes if "rate" in note] == [f"train.learning_rate {said}"]
 
 
-def test_a_smaller_batch_than_the_one_it_was_found_with_gets_a_lower_rate():
-    train = TrainConfig(learning_rate=0.1, effective_batch_size=4, lr_batch_size=16, lr_scaling="linear")
-    assert train.peak_rate == pytest.approx(0.025)
-
-
 def test_nothing_is_scaled_by_default_and_more_processes_scale_nothing(load):
     cfg = load("train: {learning_rate: 0.001, effective_batch_size: 64}\n")
     assert sized(cfg).cfg.train.peak_rate == sized(cfg, 4).cfg.train.peak_rate == 0.001
     assert not any("rate" in note for note in sized(cfg).notes)
     scaled = load(FOUND.replace("SCALING", "linear"))
     assert sized(scaled).cfg.train.peak_rate == sized(scaled, 4).cfg.train.peak_rate
-
-
-def test_a_resolved_file_is_scaled_once_however_often_it_is_read(load, write):
-    cfg = sized(load(FOUND.replace("SCALING", "linear"))).cfg
-    for _ in range(2):
-        path = write(dump_resolved(cfg), "resolved.yaml")
-        cfg = sized(load_config(path)).cfg
-        assert (cfg.train.learning_rate, cfg.train.peak_rate) == (0.001, 0.004)
-        assert load_resolved(Path(path)).train.peak_rate == 0.004
-
-
-def test_a_deepspeed_file_is_held_against_the_rate_that_trains(load):
-    wishes = run_values(load(FOUND.replace("SCALING", "sqrt")), world_size=2)
-    assert json.dumps(wishes["optimizer.params.lr"][0]) == "0.002"

@@ -1,16 +1,11 @@
 """What a refused config says: place, value, one action, nearest name."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from sftplay.config import problems
 from sftplay.config.load import load_config
-from sftplay.errors import MOST_PROBLEMS, ConfigError, ConfigErrors
+from sftplay.errors import ConfigError, ConfigErrors
 
 
 @pytest.mark.contract
@@ -41,39 +36,23 @@ def test_four_kinds_of_typos_are_each_answered_with_file_line_and_the_nearest_na
     assert [problem.nearest[0] for problem in caught.value.problems] == ["grpo", "qlora", "train.max_steps", "logging"]
 
 
-def test_the_error_is_one_json_document_with_all_problems(refusals):
-    problems = refusals("sede: 1\ntrain: {epochs: 0}\n")
-    error = json.loads(json.dumps(ConfigErrors(problems).as_json()))
-    assert error["code"] == "config"
-    assert [problem["where"] for problem in error["problems"]] == ["run.yaml:1 sede", "run.yaml:2 train.epochs"]
-
-
 WRONG = {
     "train: {batch_size: big}": ("train.batch_size", "'big' is not a whole number of at least 1, or auto", "auto"),
     "train: {batch_size: atuo}": ("train.batch_size", "'atuo'", "did you mean 'auto'?"),
     "train: {batch_size: 8.0}": ("train.batch_size", "8.0", "write 8"),
-    "train: {batch_size: 0}": ("train.batch_size", "0 is not", "at least 1"),
-    "train: {batch_size: true}": ("train.batch_size", "true is not a whole number", "whole number"),
-    "train: {batch_size: {x: 1}}": ("train.batch_size", "{'x': 1} is not", "whole number"),
     "train: {epochs: yes}": ("train.epochs", "'yes' is not a number above 0", "write a number above 0"),
     "train: {epochs: '3'}": ("train.epochs", "'3' is not a number", "remove the quotes"),
     "train: {max_steps: 1e3}": ("train.max_steps", "1000.0 is not a whole number", "write 1000"),
-    "train: {max_steps: 1_000}": ("train.max_steps", "'1_000' is not", "write 1000"),
     "train: {max_steps: None}": ("train.max_steps", "'None' is not", "write null"),
     "train: {warmup_ratio: 1}": ("train.warmup_ratio", "1 is not a number of at least 0 and below 1", "below 1"),
     "train: {learning_rate: .inf}": ("train.learning_rate", "inf is not", "number"),
-    "train: {learning_rate: null}": ("train.learning_rate", "null is not a number of at least 0, or auto", "number"),
     "train: {gradient_checkpointing: no}": ("train.gradient_checkpointing", "'no' is not true or false", "write false"),
-    "train: {packing: on}": ("train.packing", "'on' is not true or false, or auto", "write true"),
     "train: {precision: bf61}": ("train.precision", "no precision called 'bf61'", "did you mean 'bf16'?"),
-    "train: {precision: BF16}": ("train.precision", "no precision called 'BF16'", "did you mean 'bf16'?"),
     "train: {precision: int8}": ("train.precision", "no precision called 'int8'", "write fp32, bf16, fp16 or auto"),
     "train: 3": ("train", "3 stands where a section belongs", "epochs, max_steps"),
-    "tuning: {lora: wide}": ("tuning.lora", "'wide' stands where a section belongs", "r, alpha"),
     "tuning: {lora: {target_modules: all}}": ("tuning.lora.target_modules", "'all' is not auto, or a list", "list"),
     "tuning: {lora: {target_modules: [q, 3]}}": ("tuning.lora.target_modules.1", "3 is not", "list of names"),
     "train: {extra: 3}": ("train.extra", "3 is not keys with values", "keys with values"),
-    "logging: {backend: wandbb}": ("logging.backend", "no backend called 'wandbb'", "did you mean 'wandb'?"),
     "logging: {backend: [wandb, mlflov]}": ("logging.backend.1", "no backend called 'mlflov'", "'mlflow'"),
     "logging: {backend: [none]}": ("logging.backend.0", "'none' stands in a list", "write logging.backend: none"),
     "seed: -1": ("seed", "-1 is not a whole number of at least 0 and below 4294967296", "whole number"),
@@ -88,11 +67,6 @@ def test_a_wrong_value_is_shown_with_what_is_accepted(refusals, text):
     assert problem.where == f"run.yaml:1 {key}"
     assert what in problem.what
     assert fix in problem.fix
-
-
-def test_no_value_is_converted_in_silence(refusals):
-    text = "eval: {before: 1, limit: 5.0, metrics: chrf}\ntrain: {resume: true, seed: '8'}\nseed: '8'\nrun_name: 3\n"
-    assert len(refusals(text)) == 7
 
 
 @pytest.mark.contract
@@ -125,11 +99,6 @@ def test_a_dotted_key_in_a_file_is_answered_with_how_to_nest_it(refusals):
     assert empty.fix.startswith("remove it; the config has task_mode")
 
 
-def test_a_misspelt_key_in_the_wrong_section_is_found_too(refusals):
-    (problem,) = refusals("max_stepz: 3\n")
-    assert problem.fix == "did you mean train.max_steps?"
-
-
 def test_a_name_like_no_other_is_answered_with_the_names_there_are(refusals):
     (problem,) = refusals("logging: {zzz: 1}\n")
     assert problem.fix == "remove it; logging has backend, steps, row_ids"
@@ -144,22 +113,6 @@ def test_rules_between_right_values_are_checked_beside_wrong_values(refusals):
 def test_a_rule_about_a_value_that_is_wrong_itself_is_left_out(refusals):
     (problem,) = refusals("train: {batch_size: 5, effective_batch_size: many}\n")
     assert problem.where.endswith("effective_batch_size")
-
-
-def test_values_under_unknown_keys_are_not_repeated_in_messages(refusals):
-    (problem,) = refusals("wandb_api_key: s3cret\n")
-    assert "s3cret" not in str(problem)
-
-
-def test_reading_a_config_imports_no_heavy_library(write):
-    path = write("model: {name: a}\ndata: {train_path: b}\ntrain: {extra: {adam_beta1: 0.8}}\n")
-    code = (
-        "import sys; from sftplay.config.load import load_config; load_config(sys.argv[1]);"
-        "print([name for name in ('torch', 'transformers', 'trl', 'numpy', 'datasets') if name in sys.modules])"
-    )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    ran = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=env)
-    assert (ran.stdout.strip(), ran.stderr) == ("[]", "")
 
 
 @pytest.mark.parametrize(
@@ -187,19 +140,3 @@ def test_an_override_whose_key_is_half_of_a_character_is_refused_by_name(word: s
     with pytest.raises(ConfigError) as refusal:
         load_config(Path(__file__).parents[2] / "configs" / "run_lora.yaml", [word])
     assert "called" in refusal.value.what
-
-
-def test_a_key_of_a_file_that_is_half_of_a_character_is_refused_by_name(refusals):
-    (problem,) = refusals('train: {"\\udcff": 1}\n')
-    assert problem.what == r"no key called '\udcff' in train"
-
-
-def test_thousands_of_unknown_keys_cost_no_more_than_those_that_are_shown(write, monkeypatch: pytest.MonkeyPatch):
-    asked: list[str] = []
-    real = problems.nearest_names
-    monkeypatch.setattr(problems, "nearest_names", lambda name, *more: asked.append(name) or real(name, *more))
-    lines = "".join(f"key_{n}: {n}\n" for n in range(15_000))
-    with pytest.raises(ConfigError) as refusal:
-        load_config(write(f"model: {{name: a}}\n{lines}"))
-    assert str(refusal.value).count("no key or section called") == MOST_PROBLEMS - 1  # one line for data.train_path
-    assert len(asked) <= 3 * MOST_PROBLEMS

@@ -12,8 +12,6 @@ from sftplay.config.keys import REMOVED_KEYS, RENAMED_KEYS, all_keys, all_sectio
 from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.resolved import dump_given
 from sftplay.errors import ConfigErrors
-from sftplay.launch.run_folder import RunFolder
-from sftplay.report.compare import compare_runs
 
 VALUES = {
     "grpo.redraws": "2",
@@ -68,17 +66,6 @@ def test_an_old_name_is_refused_with_its_place_and_the_new_name(write, old):
         assert problem.nearest == [RENAMED_KEYS[old]]
 
 
-def test_an_old_name_beside_the_new_one_is_refused_too(write):
-    path = write(f"{CONFIG}grpo:\n  dynamic_sampling_rounds: 1\n  redraws: 2\n")
-    assert refusal(path).where == "run.yaml:6 grpo.redraws"
-
-
-def test_an_old_name_with_a_dot_in_a_file_is_answered_with_the_lines_to_write(write):
-    problem = refusal(write(f"{CONFIG}grpo.redraws: 2\n"))
-    assert problem.where == "run.yaml:4 grpo.redraws"
-    assert problem.fix == "dots are for the command line: write grpo / dynamic_sampling_rounds, each one indented"
-
-
 def test_a_key_that_was_removed_is_refused_with_what_to_do(write):
     problem = refusal(write(f"{CONFIG}cpt:\n  streaming: true\n"))
     assert (problem.where, problem.what) == ("run.yaml:5 cpt.streaming", "no key called 'streaming' in cpt")
@@ -127,16 +114,3 @@ def test_the_origins_of_an_older_run_are_read_by_the_new_names(write, set_by_new
     assert load_resolved(Path(path)).origins == set_by_new_names.origins
     line = Path(path).read_text().splitlines().index("  leaks: drop  # command line") + 1
     assert load_config(path).origins["data.contamination"] == f"config.resolved.yaml:{line}"
-
-
-def test_both_names_in_a_file_of_a_run_are_refused_because_the_kit_never_wrote_both(write, set_by_new_names):
-    text = dump_resolved(set_by_new_names).replace("\n  contamination: drop", "\n  leaks: error\n  contamination: drop")
-    assert refusal(write(text, "config.resolved.yaml")).fix == "write data.contamination: it was renamed"
-
-
-def test_a_comparison_of_an_older_run_with_a_new_one_names_no_renamed_key(tmp_path, set_by_new_names):
-    texts = {"older": with_old_names(dump_resolved(set_by_new_names)), "newer": dump_resolved(set_by_new_names)}
-    for name, text in texts.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.resolved.yaml").write_text(text)
-    assert compare_runs(*(RunFolder(tmp_path / name) for name in texts))["config"] == []

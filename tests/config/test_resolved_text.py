@@ -116,11 +116,6 @@ def test_every_key_is_written_and_every_value_that_was_set_names_its_origin(load
     assert len(lines) >= 1 + len(all_keys())
 
 
-def test_a_value_changed_by_the_kit_names_what_changed_it(load):
-    cfg = load("train: {batch_size: auto}\n").with_values({"train.batch_size": 4}, "sized to 2 GiB")
-    assert "  batch_size: 4  # sized to 2 GiB" in dump_resolved(cfg).splitlines()
-
-
 def test_an_origin_with_a_line_break_in_its_path_stays_a_comment(load):
     cfg = load("").with_values({"seed": 1}, "a\nseed: 2")
     assert "seed: 1  # a?seed: 2" in dump_resolved(cfg)

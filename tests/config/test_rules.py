@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.config.data import DataConfig
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
 from sftplay.config.rules import check_rules, notes
 from sftplay.config.run import ModelConfig, RunConfig
 from sftplay.config.train import TrainConfig
@@ -13,28 +13,15 @@ from sftplay.errors import ConfigErrors
 
 REFUSED = {
     "train: {batch_size: 5}": ("train.batch_size", "5 does not divide train.effective_batch_size 32", "write 4 or 8"),
-    "train: {grad_accum: 12}": ("train.grad_accum", "12 does not divide", "write 8 or 16"),
-    "train: {batch_size: 64}": ("train.batch_size", "64 does not divide", "write 32"),
     "train: {batch_size: 3, grad_accum: 4}": (
         "train.batch_size",
         "3 * grad_accum 4 = 12 does not divide train.effective_batch_size 32",
         "write train.effective_batch_size: 24 or 36",
     ),
-    "train: {batch_size: 1, grad_accum: 64}": ("train.batch_size", "= 64 does not divide", ": 64 or 128"),
-    "train: {batching: tokens, packing: true}": (
-        "train.batching",
-        "train.packing true leaves no padding to save",
-        "one of the two",
-    ),
     "train: {save_steps: 30, eval_steps: 20, best_metric: loss}": (
         "train.save_steps",
         "30 is no multiple of train.eval_steps 20, which train.best_metric needs",
         "write 20 or 40",
-    ),
-    "train: {save_steps: 10, eval_steps: 20, early_stopping: 2}": (
-        "train.save_steps",
-        "10 is no multiple of train.eval_steps 20, which train.early_stopping needs",
-        "write 20",
     ),
     "train: {lr_scheduler: warmup_stable_decay, warmup_ratio: 0.5, decay_ratio: 0.75}": (
         "train.decay_ratio",
@@ -71,17 +58,11 @@ REFUSED = {
         "one of the two",
     ),
     "run_name: a/b": ("run_name", "'a/b' is a path, not a name of a folder", "output_dir"),
-    "run_name: 'a\\b'": ("run_name", "is a path", "output_dir"),
     "run_name: .set-aside": ("run_name", "'.set-aside' keeps starts", "choose another name"),
-    "run_name: .": ("run_name", "'.' is a path", "output_dir"),
-    "run_name: ..": ("run_name", "'..' is a path", "output_dir"),
     "run_name: ''": ("run_name", "is empty", "leave the key out"),
-    "run_name: ' '": ("run_name", "is empty", "leave the key out"),
     'run_name: "a\\nb"': ("run_name", "is no folder's name", "plain name"),
     "run_name: None": ("run_name", "'None' is a word in YAML, not nothing", "write null"),
-    "output_dir: ''": ("output_dir", "is empty", "leave the key out"),
     "train: {time_limit: tomorrow}": ("train.time_limit", "not a time: 'tomorrow'", "write 3h30m"),
-    "train: {time_limit: 0h}": ("train.time_limit", "not a time: '0h'", "write 3h30m"),
     "train: {max_steps: 20, profile: {start: 21, steps: 1}}": (
         "train.profile.start",
         "21 lies behind train.max_steps 20",
@@ -100,28 +81,16 @@ def test_a_combination_that_cannot_be_meant_is_refused_with_a_way_out(refusals, 
     assert fix in problem.fix
 
 
-def test_a_name_that_no_file_system_writes_is_refused_once(refusals):
-    (problem,) = refusals("", "run_name=a\udcff")
-    assert (problem.where, problem.fix) == ("command line run_name", "write it as UTF-8")
-
-
 ACCEPTED = [
     "train: {batch_size: 8, grad_accum: 4}",
     "train: {batch_size: 4, grad_accum: 4}",
-    "train: {batch_size: 32}",
     "train: {save_steps: 40, eval_steps: 20, best_metric: loss, early_stopping: 3}",
-    "train: {save_steps: 30, eval_steps: 20}",
     "tuning: {mode: full, new_tokens: {count: 50}}\ncluster: {strategy: zero3}",
     "tuning: {mode: qlora, lora: {dora: true}}",
-    "run_name: my run.2",
     "train: {resume: ./never2, extra: {adam_beta2: 0.95, label_smoothing_factor: 0.1}}",
-    "train: {resume: outputs/autos}",
     "logging: {backend: [wandb, mlflow]}",
-    "train: {time_limit: 1-12:00:00}",
     "train: {time_limit: 3h30m}",
     "train: {max_steps: 20, profile: {start: 20, steps: 5}}",
-    "train: {max_steps: 20, profile: {start: 21}}",
-    "train: {profile: {start: 1000, steps: 1}}",
 ]
 
 
@@ -162,56 +131,6 @@ def test_the_batch_sizes_named_in_a_refusal_are_the_nearest_divisors(batch, effe
         assert not [size for size in divisors if min(named) < size < batch or batch < size < max(named)]
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 400))
-def test_the_effective_sizes_named_in_a_refusal_work(batch, accum, effective):
-    train = TrainConfig(batch_size=batch, grad_accum=accum, effective_batch_size=effective)
-    errors = check_rules(RunConfig(model=ModelConfig(name="a"), data=DataConfig(train_path="b"), train=train))
-    assert bool(errors) == (effective % (batch * accum) != 0)
-    for error in errors:
-        named = [int(word) for word in error.fix.split() if word.isdigit()]
-        assert len(named) == 2
-        assert all(size % (batch * accum) == 0 for size in named)
-
-
-def test_a_config_made_in_code_has_its_problems_named_by_key():
-    cfg = RunConfig(model=ModelConfig(name="a"), data=DataConfig(train_path="b"), train=TrainConfig(batch_size=5))
-    assert check_rules(cfg)[0].where == "train.batch_size"
-
-
-def test_adapter_settings_beside_mode_full_are_noted(load):
-    cfg = load("tuning:\n  mode: full\n  lora:\n    r: 8\n    alpha: 16\n")
-    assert notes(cfg) == [
-        "run.yaml:4 tuning.lora.r has no effect: tuning.mode full trains no adapter",
-        "run.yaml:5 tuning.lora.alpha has no effect: tuning.mode full trains no adapter",
-    ]
-
-
-def test_four_bit_settings_without_qlora_are_noted(load):
-    assert len(notes(load("tuning: {quant_type: fp4, double_quant: false}\n"))) == 2
-    assert notes(load("tuning: {mode: qlora, quant_type: fp4, double_quant: false}\n")) == []
-
-
-def test_backend_is_noted_only_where_everything_trains(load):
-    assert notes(load("tuning: {mode: lora, backend: bnb}\n")) == []
-    assert notes(load("tuning: {mode: full, backend: bnb}\n")) == [
-        "run.yaml:1 tuning.backend has no effect: tuning.mode full has neither an adapter nor weights in 4 bits"
-    ]
-
-
-def test_epochs_beside_max_steps_and_warm_up_without_one_are_noted(load):
-    assert notes(load("train: {epochs: 3, max_steps: 4}\n")) == [
-        "run.yaml:1 train.epochs has no effect: train.max_steps 4 ends the run"
-    ]
-    assert len(notes(load("train: {warmup_ratio: 0.1, lr_scheduler: constant}\n"))) == 1
-
-
-def test_a_share_of_decay_is_noted_where_the_schedule_has_no_stable_part(load):
-    assert notes(load("train: {decay_ratio: 0.1}\n")) == [
-        "run.yaml:1 train.decay_ratio has no effect: the schedule cosine has no stable part that it could end"
-    ]
-    assert notes(load("train: {decay_ratio: 0.1, lr_scheduler: warmup_stable_decay}\n")) == []
-
-
 BESIDE_NEW_TOKENS = {
     "model: {name: a, adapter: b}": (
         "tuning.new_tokens.count",
@@ -242,22 +161,6 @@ def test_what_leaves_the_rows_of_new_tokens_untrained_is_refused(text, write):
     assert fix in problem.fix
 
 
-def test_a_least_count_of_new_tokens_is_noted_where_none_are_looked_for(load):
-    for new_tokens, reason in (("path: a", "new_tokens.path lists the terms"), ("count: 0", "count 0 finds no terms")):
-        (line,) = notes(load(f"tuning: {{new_tokens: {{{new_tokens}, min_count: 3}}}}\n"))
-        assert line.endswith(reason)
-    assert notes(load("tuning: {new_tokens: {count: 5, min_count: 3}}\n")) == []
-
-
-def test_profile_keys_without_steps_are_noted(load):
-    found = notes(load("train: {max_steps: 20, profile: {start: 5, memory: false}}\n"))
-    assert [line.split(" ", 1)[1] for line in found] == [
-        "train.profile.start has no effect: train.profile.steps 0 profiles nothing",
-        "train.profile.memory has no effect: train.profile.steps 0 profiles nothing",
-    ]
-    assert notes(load("train: {max_steps: 20, profile: {start: 5, memory: false, steps: 1}}\n")) == []
-
-
 def test_a_setting_that_was_merely_included_is_not_noted_but_one_on_the_command_line_is(write, load):
     write("train: {epochs: 3}\ntuning: {lora: {r: 8}}\n", "base.yaml")
     text = "include: base.yaml\ntrain: {max_steps: 4}\ntuning: {mode: full}\n"
@@ -265,13 +168,32 @@ def test_a_setting_that_was_merely_included_is_not_noted_but_one_on_the_command_
     assert len(notes(load(text, "train.epochs=2"))) == 1
 
 
-def test_a_resolved_file_is_noted_nothing_about(load, write):
-    cfg = load("tuning: {mode: full}\ntrain: {max_steps: 4}\n")
-    assert notes(load_config(write(dump_resolved(cfg), "config.resolved.yaml"))) == []
-
-
 def _only(text, write):
     with pytest.raises(ConfigErrors) as caught:
         load_config(write(text))
     (problem,) = caught.value.problems
     return problem
+
+
+NOTED = {
+    "tuning: {mode: full, lora: {r: 8, alpha: 16}}": ["tuning.lora.r", "tuning.lora.alpha"],
+    "tuning: {mode: full, backend: bnb}": ["tuning.backend"],
+    "tuning: {quant_type: fp4, double_quant: false}": ["tuning.quant_type", "tuning.double_quant"],
+    "tuning: {mode: qlora, backend: bnb, quant_type: fp4, double_quant: false}": [],
+    "tuning: {new_tokens: {path: a, min_count: 3}}": ["tuning.new_tokens.min_count"],
+    "tuning: {new_tokens: {count: 0, min_count: 3}}": ["tuning.new_tokens.min_count"],
+    "tuning: {new_tokens: {count: 5, min_count: 3}}": [],
+    "train: {epochs: 3, max_steps: 4}": ["train.epochs"],
+    "train: {warmup_ratio: 0.1, lr_scheduler: constant}": ["train.warmup_ratio"],
+    "train: {decay_ratio: 0.1}": ["train.decay_ratio"],
+    "train: {decay_ratio: 0.1, lr_scheduler: warmup_stable_decay}": [],
+    "train: {profile: {start: 5, memory: false}}": ["train.profile.start", "train.profile.memory"],
+    "train: {profile: {start: 5, memory: false, steps: 1}}": [],
+}
+
+
+@pytest.mark.parametrize("text", NOTED)
+def test_a_setting_without_effect_is_noted_with_its_place_and_the_reason(load, text):
+    said = [line.partition(" has no effect: ") for line in notes(load(f"{text}\n"))]
+    assert [place for place, _, _ in said] == [f"run.yaml:1 {key}" for key in NOTED[text]]
+    assert all(reason for _, _, reason in said)

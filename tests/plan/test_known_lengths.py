@@ -11,7 +11,7 @@ from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.row_lengths import RowLengths, planned_tokens
+from sftplay.plan.forecast import RowLengths, planned_tokens
 from sftplay.plan.sizing import size_run
 from sftplay.runs.inputs import known_lengths
 
@@ -72,14 +72,3 @@ def test_a_damaged_note_of_lengths_means_that_nothing_is_known(tmp_path, write_c
     for text in ("[]", "{", '{"longest": "x", "mean": 1, "count": 1}', '{"longest": 0, "mean": 1, "count": 1}'):
         note.write_text(text)
         assert known_lengths(load_config(config)) is None
-
-
-def test_blocks_of_documents_are_planned_full_and_packed_whatever_is_known_of_their_lengths():
-    documents = {"task_mode": "cpt", "cpt.block_size": 512, "train.packing": "auto"}
-    cfg = BASE.with_values({"model.name": "Qwen/Qwen2.5-1.5B-Instruct", **documents}, "test")
-    assert planned_tokens(cfg, SHORT) == 512
-    sized = size_run(cfg, gpu(12), shape=find_shape("Qwen/Qwen2.5-1.5B-Instruct"), lengths=SHORT)
-    assert sized.forecast.size.seq == 512
-    assert sized.forecast.size.labelled is None  # every token is learned
-    assert sized.cfg.train.packing is False
-    assert sized.cfg.train.learning_rate == 1e-4

@@ -13,7 +13,7 @@ from in_process import Inputs, new_run, sized, written_config
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.model import load, weights
+from sftplay.model import weights
 from sftplay.model.load import load_start
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.forecast import LOAD, OPENED
@@ -64,12 +64,6 @@ def test_full_tuning_by_fsdp_on_small_cards_is_opened_on_the_host_in_fp32():
     assert any("239.32 GiB, and 200.00 GiB are free" in note for note in scarce.notes), scarce.notes
 
 
-def test_a_model_that_fits_the_device_whole_is_opened_there_beside_its_shards():
-    run = planned(LLAMA_8B, "full", "fsdp", gib=80)
-    assert (run.as_plan()[OPENED], run.as_plan()["host_bytes"]) == ("device", 0)
-    assert loading(run) == pytest.approx(8.03e9 * 4 * (1 + 1 / 8), rel=0.01)
-
-
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_zero3_has_the_whole_model_on_the_device_in_16_bits(mode: str):
     run = planned(LLAMA_8B, mode, "zero3", gib=80)
@@ -91,14 +85,6 @@ def test_a_model_that_answers_before_it_is_split_lies_on_the_device():
     run = planned(LLAMA_70B, "lora", "fsdp", gib=80, **{"eval.before": True})
     plan = run.as_plan()
     assert (plan["verdict"], plan["peak_phase"], plan[OPENED]) == ("does_not_fit", LOAD, "device")
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_there_is_no_such_phase_where_every_device_keeps_all_weights(strategy: str):
-    run = planned(LLAMA_8B, "lora", strategy, gib=80)
-    assert run.forecast is not None
-    assert LOAD not in run.forecast.footprint.phases
-    assert OPENED not in run.as_plan()
 
 
 @pytest.fixture
@@ -142,25 +128,3 @@ def test_a_worker_opens_its_model_where_the_plan_says(
     monkeypatch.setattr(run_task, "load_start", start)
     with pytest.raises(EnoughError):
         find_runner(cfg.task_mode)(cfg, folder=folder, stop=None)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "processes", "dtype"),
-    [
-        ("zero3", 2, torch.bfloat16),
-        ("zero2", 2, torch.bfloat16),
-        ("fsdp", 2, torch.float32),
-        ("zero3", 1, torch.float32),
-    ],
-)
-def test_several_processes_of_deepspeed_open_a_model_in_16_bits_as_it_would_round_it(
-    strategy: str, processes: int, dtype: torch.dtype, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    cfg = sized(written_config(tmp_path, inputs, tuning__mode="full", train__precision="bf16"))
-    cfg = cfg.with_values({"cluster.strategy": strategy}, "test")
-    whole = load.load_base(cfg)
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    opened = load_start(cfg)
-    assert {p.dtype for p in opened.parameters()} == {dtype}
-    for ours, theirs in zip(opened.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours, theirs.to(dtype))

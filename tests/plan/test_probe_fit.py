@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
@@ -35,28 +33,6 @@ class FakeDevice:
 
 def peak(device: FakeDevice, rows: int) -> int:
     return max(a + b * rows * SEQ for a, b in device.laws.values())
-
-
-fixed, slope = st.integers(0, 80 * GIB), st.integers(1, 2**24)
-counts = st.lists(st.integers(1, 64), min_size=2, max_size=4, unique=True)
-
-
-@given(fixed, slope, counts)
-def test_both_coefficients_of_a_linear_device_are_recovered(a: int, b: int, rows: list[int]):
-    found = fit([FakeDevice({"head": (a, b)}).measure(n) for n in rows])
-    assert isinstance(found, Fit)
-    assert found.lines["head"].fixed_bytes == pytest.approx(a, abs=1 + 1e-6 * (a + b * 64 * SEQ))
-    assert found.lines["head"].bytes_per_token == pytest.approx(b, rel=1e-6)
-
-
-@given(st.tuples(fixed, slope), st.tuples(fixed, slope), counts, st.integers(1, 256))
-def test_any_two_phases_are_foretold_or_refused(one, other, rows, asked):
-    device = FakeDevice({"head": one, "step": other})
-    found = fit([device.measure(n) for n in rows])
-    low, high = (device.measure(n).peak_phase for n in sorted(rows)[-2:])
-    assert isinstance(found, Fit) == (low == high)
-    if isinstance(found, Fit):
-        assert found.at(asked * SEQ) == pytest.approx(peak(device, asked), rel=1e-6)
 
 
 def test_two_points_in_different_phases_are_refused_by_name_and_a_third_mends_it():
@@ -90,19 +66,6 @@ def test_points_that_make_no_line_are_refused_with_the_reason(measured: list[Poi
     found = fit(measured)
     assert isinstance(found, NoFit)
     assert re.search(reason, found.reason), found.reason
-
-
-def test_one_point_takes_the_slopes_of_the_estimate():
-    found = fit([Point(1, SEQ, {"head": 6 * GIB, "step": 4 * GIB})], {"head": 2.0**20, "step": 0.0})
-    assert isinstance(found, Fit)
-    assert found.lines["head"] == MemoryLine(6 * GIB - SEQ * 2**20, 2**20)
-    assert found.at(2 * SEQ) == 6.5 * GIB
-
-
-def test_noise_in_a_lower_phase_makes_no_falling_line():
-    found = fit([Point(1, SEQ, {"head": GIB, "step": 9}), Point(2, 2 * SEQ, {"head": 2 * GIB, "step": 8})])
-    assert isinstance(found, Fit)
-    assert found.lines["step"] == MemoryLine(8, 0.0)
 
 
 L4 = Gpu(0, "NVIDIA L4", 22 * GIB, 22 * GIB, (8, 9))

@@ -9,11 +9,6 @@ from typing import Any
 import pytest
 
 from sftplay.cli import main
-from sftplay.config.load import load_config
-from sftplay.errors import MachineError
-from sftplay.launch.command import Scale
-from sftplay.machine.probe import Gpu, Machine
-from sftplay.runs.start import size
 
 ROOT = Path(__file__).parents[2]
 ARC, TRM = "configs/run_hrm_arc2.yaml", "configs/run_trm_sudoku.yaml"
@@ -83,14 +78,3 @@ def test_where_nothing_fits_the_plan_says_what_comes_nearest_and_a_run_that_fits
     (nearest,) = plan(TRM, "--vram", "1GiB")[1]["suggestions"]
     assert not nearest["fits"]
     assert plan(ARC, "--gpus", "8xH100")[1]["suggestions"] == []
-
-
-def test_a_start_that_does_not_fit_is_refused_with_the_same_advice():
-    cfg = load_config(ROOT / ARC, [NO_FILES])
-    card = Gpu(0, "a card", 8 * 2**30, 8 * 2**30, (9, 0))
-    machine = Machine((card,), "", 2**36, 8, "3.11", "Linux", {})
-    with pytest.raises(MachineError) as caught:
-        size(cfg, machine, scale=Scale(nproc=1))
-    assert "does not fit" in caught.value.what
-    assert "train.effective_batch_size=192 (" in caught.value.fix
-    assert "lora" not in caught.value.fix

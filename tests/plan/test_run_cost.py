@@ -10,10 +10,9 @@ import pytest
 from oracle.cases import FAMILIES
 
 from sftplay.config.run import RunConfig
-from sftplay.plan.forecast import Device, Setting
+from sftplay.plan.forecast import Device, RowLengths, Setting
 from sftplay.plan.memory_setup import Adapter, MemorySetup
 from sftplay.plan.report import estimate_workload, flops_per_token
-from sftplay.plan.row_lengths import RowLengths
 from sftplay.plan.shape_from_config import shape_from_config
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")
@@ -48,19 +47,6 @@ def test_steps_are_the_rows_of_all_epochs_in_effective_batches_rounded_up(tmp_pa
     assert found.steps_reason == "20 rows, every row at full length"
 
 
-def test_known_lengths_count_in_place_of_full_rows(tmp_path: Path):
-    lengths = RowLengths(longest=90, mean=12.5, count=16)
-    found = estimate_workload(config(tmp_path, rows=20, epochs=1), setting(), lengths=lengths)
-    assert (found.steps, found.tokens) == (2, 2 * 8 * 12.5)
-    assert "rows of 12 tokens" in found.steps_reason
-
-
-def test_rows_that_cannot_be_counted_leave_tokens_and_time_open(tmp_path: Path):
-    found = estimate_workload(config(tmp_path, suffix=".parquet"), setting())
-    assert (found.steps, found.tokens, found.seconds) == (None, None, None)
-    assert found.time_basis == "the number of steps is not known"
-
-
 def test_operations_a_token_are_those_of_the_products_and_their_passes():
     # Forward, and the gradient of what goes in; frozen weights have no gradient of their own.
     assert flops_per_token(setting()) == 4 * PRODUCTS
@@ -88,14 +74,6 @@ def test_the_disk_holds_the_kept_checkpoints_one_that_is_written_and_the_result(
     found = estimate_workload(config(tmp_path, max_steps=1), setting())
     assert found.checkpoint_bytes == PAIRS * (4 + 8)  # fp32 pairs, and two fp32 moments
     assert found.disk_bytes == 4 * found.checkpoint_bytes + PAIRS * 4
-
-
-def test_a_base_that_the_run_keeps_lies_on_the_disk_too(tmp_path: Path):
-    cfg = config(tmp_path, max_steps=7)
-    more = cfg.with_values({"tuning.new_tokens.count": 50}, "test")
-    added = estimate_workload(more, setting()).disk_bytes - estimate_workload(cfg, setting()).disk_bytes
-    # 32,000 rows of 1024 in embedding and head, and the layers; four layers have two norms each, and one is at the end.
-    assert added == 2 * (2 * 32_000 * 1024 + 4 * LAYER + 9 * 1024)
 
 
 def documents(tmp_path: Path, **changes: Any) -> RunConfig:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from sftplay.plan.find_shape import find_shape, read_table
+from sftplay.plan.find_shape import read_table
 from sftplay.plan.shape import ModelShape
 from sftplay.plan.shape_from_config import FAMILIES, shape_from_config
 
@@ -95,6 +95,7 @@ def test_a_shape_of_the_table_has_the_modules_transformers_builds(name):
     config = read_table()[name]
     model = build(shallow(config))
     check_against(model, shape_from_config(config, name=name))
+    check_words(library_config(config).get_text_config(), shape_from_config(config, name=name))
     towers = [m for path, m in model.named_modules() if path.endswith(("vision_tower", "multi_modal_projector"))]
     assert sum(count(tower) for tower in towers) == shape_from_config(config, name=name).vision_params
 
@@ -113,12 +114,6 @@ def check_words(library: Any, shape: ModelShape) -> None:
     assert all(kind == kinds[place % shape.layer_pattern] for place, kind in enumerate(kinds))
     if len(kinds) > shape.layer_pattern:
         assert (shape.layer_pattern > 1) == (len(set(kinds)) > 1)
-
-
-@pytest.mark.parametrize("name", distinct())
-def test_a_shape_of_the_table_reads_the_config_as_transformers_does(name):
-    config = read_table()[name]
-    check_words(library_config(config).get_text_config(), shape_from_config(config, name=name))
 
 
 LLAMA = {
@@ -143,7 +138,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("ministral3", {**LLAMA, "head_dim": 16}),
     ("qwen3", {**LLAMA, "attention_bias": True}),
     ("gemma", {**LLAMA, "attention_bias": True}),
-    ("gemma2", {**LLAMA}),
     ("phi", {**LLAMA, "qk_layernorm": True}),
     ("granite", {**LLAMA, "mlp_bias": True}),
     ("seed_oss", {**LLAMA}),
@@ -155,7 +149,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("olmo", {**LLAMA, "clip_qkv": None}),
     ("olmo2", {**LLAMA, "attention_bias": True}),
     ("olmo3", {**LLAMA}),
-    ("glm", {**LLAMA, "head_dim": 16}),
     ("glm4", {**LLAMA}),
     ("arcee", {**LLAMA, "attention_bias": True}),
     ("nemotron", {**LLAMA}),
@@ -168,14 +161,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_bigcode", {**GPT2, "multi_query": False}),
     ("gptj", {**GPT2, "rotary_dim": 8}),
     ("gpt_neox", {**WITHOUT_KV, "use_parallel_residual": False, "attention_bias": False}),
-    ("falcon", {**FALCON}),
     ("falcon", {**FALCON, "multi_query": False, "bias": True}),
     ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
     ("opt", {**OPT, "enable_bias": False}),
-    ("mixtral", {**LLAMA, "num_local_experts": 4}),
-    ("olmoe", {**LLAMA, "num_experts": 4}),
     ("qwen2_moe", {**LLAMA, "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
-    ("qwen3_moe", {**LLAMA, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16}),
 ]
 
 
@@ -196,12 +185,6 @@ def test_an_opt_with_a_narrow_embedding_is_counted_with_its_projections_and_said
     shape = shape_from_config(config, name="invented")
     assert shape.total_params == count(build(config | PADS))
     assert "an embedding narrower than the layers" in shape.unmodelled
-
-
-def test_a_mixture_of_experts_is_said_to_be_unmodelled():
-    shape = find_shape("mistralai/Mixtral-8x7B-v0.1")
-    assert shape.experts == 8
-    assert any("mixture of experts" in words for words in shape.unmodelled)
 
 
 @pytest.mark.parametrize("uses", [True, False])

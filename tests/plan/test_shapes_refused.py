@@ -32,12 +32,6 @@ def refusal(config: object) -> ConfigError:
     return caught.value
 
 
-def test_the_config_the_refusals_are_made_from_is_good():
-    # by hand: 2 tables; a layer: q and o 64x64, k and v 64x32, three of 64x96, two norms; the last norm
-    by_hand = 2 * 160 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64) + 64
-    assert shape_from_config(LLAMA, name="x").total_params == by_hand
-
-
 @pytest.mark.parametrize("key", [*NEEDED, "model_type"])
 @pytest.mark.parametrize("how", ["absent", "null"])
 def test_a_missing_key_is_named(key, how):
@@ -46,15 +40,9 @@ def test_a_missing_key_is_named(key, how):
 
 
 @pytest.mark.parametrize("key", [*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"])
-@pytest.mark.parametrize(
-    "value", [0, -1, "4096", 1.5, math.nan, math.inf, True, [64], {}, 2**40, pytest.param(10**5000, id="huge")]
-)
+@pytest.mark.parametrize("value", [0, "4096", 1.5, math.nan, True, [64], 2**40, pytest.param(10**5000, id="huge")])
 def test_a_figure_that_cannot_be_is_refused_with_its_key(key, value):
     assert key in refusal(LLAMA | {key: value}).what
-
-
-def test_a_whole_number_written_with_a_point_is_taken():
-    assert shape_from_config(LLAMA | {"hidden_size": 64.0}, name="x") == shape_from_config(LLAMA, name="x")
 
 
 @pytest.mark.parametrize(
@@ -76,22 +64,11 @@ def test_what_does_not_go_together_is_named(changes, words):
     assert refusal(LLAMA | changes).what == words
 
 
-@pytest.mark.parametrize("config", [None, [], "llama", 3, {}])
-def test_what_is_no_config_is_refused(config):
-    refusal(config)
-
-
 def test_the_text_model_of_a_nested_config_is_read_and_its_keys_are_named_with_their_place():
     nested = {"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text", "head_dim": 16}}
     assert shape_from_config(nested, name="x").family == "gemma3_text"
     nested["text_config"]["hidden_size"] = "wide"
     assert refusal(nested).what == "text_config.hidden_size is 'wide', not a whole number"
-
-
-def test_a_nested_config_without_a_model_type_of_its_own_takes_the_outer_one():
-    text = {key: value for key, value in LLAMA.items() if key != "model_type"}
-    shape = shape_from_config({"model_type": "gemma3", "text_config": text}, name="x")
-    assert shape.family == "gemma3_text"
 
 
 def test_a_tower_the_kit_cannot_count_is_said_to_be_unmodelled():
@@ -105,12 +82,6 @@ def test_an_unknown_type_with_the_keys_of_a_llama_is_read_as_one_and_says_so():
     shape = shape_from_config(LLAMA | {"model_type": "newcomer"}, name="x")
     assert shape.total_params == shape_from_config(LLAMA, name="x").total_params
     assert shape.unmodelled == ("the architecture 'newcomer', read as a Llama of the same sizes",)
-
-
-def test_an_unknown_type_without_the_keys_of_a_llama_is_refused_with_the_type():
-    error = refusal({"model_type": "newcomer", "d_model": 64})
-    assert "newcomer" in error.what
-    assert "hidden_size is missing" in error.what
 
 
 @pytest.mark.parametrize(

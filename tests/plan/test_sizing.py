@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan import decisions, sizing
+from sftplay.plan import decisions
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.plan.sizing import size_run, split_batch
 
@@ -79,15 +79,6 @@ def test_two_sizes_that_are_given_must_make_the_effective_batch(effective, proce
         assert f"to {batch * accum * processes}," in caught.value.fix
 
 
-@given(EFFECTIVE, PROCESSES, st.sampled_from([8, 512, 2048, 32_768]), st.booleans())
-def test_an_automatic_micro_batch_is_the_largest_that_stays_within_its_tokens(effective, processes, length, has_gpu):
-    cfg = config(effective_batch_size=effective * processes).with_values({"model.max_seq_len": length}, "test")
-    batch, _, _ = split_batch(cfg, processes, has_gpu=has_gpu)
-    tokens = sizing.TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
-    fitting = [n for n in range(1, effective + 1) if effective % n == 0 and n * length <= tokens]
-    assert batch == max(fitting, default=1)
-
-
 LEFT_AUTO = {"tuning.lora.target_modules", "data.format", "data.template", "data.encoding", "data.delimiter"}
 LEFT_AUTO |= {"train.probe", "cluster.launcher", "sandbox.executor"}
 """Resolved later: from the loaded model, from the rows, from the tokenizer. None of them depends on the machine, but
@@ -111,23 +102,6 @@ def test_no_value_that_the_machine_decides_is_left_on_auto(name, gpus):
     assert all(decision.reason for decision in sized.decisions.values())
 
 
-def test_decisions_are_those_values_that_stood_on_auto_and_are_remembered_as_such():
-    before = dict(leaves(config().model_dump()))
-    sized = size_run(config(), CPU)
-    after = dict(leaves(sized.cfg.model_dump()))
-    assert {key: each.value for key, each in sized.decisions.items()} == {
-        k: after[k] for k in before if before[k] != after[k]
-    }
-    assert all(sized.cfg.origins[key] == "auto" for key in sized.decisions)
-
-
-def test_sizing_twice_changes_nothing():
-    once = size_run(config(), CPU, world_size=2)
-    twice = size_run(once.cfg, CPU, world_size=2)
-    assert twice.cfg == once.cfg
-    assert twice.decisions == {}
-
-
 @pytest.mark.contract
 def test_a_value_that_was_given_is_never_changed():
     cfg = config(
@@ -148,12 +122,6 @@ def test_precision_is_the_best_that_every_device_has(gpus, precision):
     assert size_run(config(), machine(*gpus)).cfg.train.precision == precision
 
 
-@pytest.mark.parametrize(("mode", "rate"), [("full", 1e-5), ("lora", 2e-4), ("qlora", 2e-4)])
-def test_the_automatic_rate_is_the_one_the_design_names(mode, rate):
-    cfg = config(learning_rate="auto").with_values({"tuning.mode": mode}, "test")
-    assert size_run(cfg, CPU).cfg.train.learning_rate == rate
-
-
 @pytest.mark.parametrize(
     ("values", "key"),
     [
@@ -167,13 +135,6 @@ def test_what_this_machine_cannot_do_is_refused_naming_the_key(values, key):
         size_run(config().with_values(values, "run.yaml:3"), CPU)
     assert caught.value.where == f"run.yaml:3 {key}"
     assert "auto" in caught.value.fix
-
-
-def test_scores_are_chunked_when_a_piece_of_them_passes_two_gib():
-    # 4 rows of 2048 tokens and fp32 scores: 2 GiB / (4 * 2048 * 4 bytes) = 65,536 words
-    cfg = config(effective_batch_size=4, batch_size=4, loss_head="auto").with_values({"model.max_seq_len": 2048}, "x")
-    heads = [size_run(cfg, CPU, vocab_size=words).cfg.train.loss_head for words in (65_536, 65_537)]
-    assert heads == ["standard", "chunked"]
 
 
 def test_a_model_that_caps_the_scores_of_its_attention_is_not_given_to_sdpa_which_does_not(monkeypatch):
@@ -196,10 +157,3 @@ def test_rows_are_packed_where_a_kernel_skips_the_gaps_and_nowhere_else(monkeypa
     assert (sized.model.attn, sized.train.packing) == ("flash_attention_2", True)
     assert size_run(config(packing="auto"), machine(V100)).cfg.train.packing is False
     assert size_run(config(packing="auto", batching="tokens"), machine(H200)).cfg.train.packing is False
-
-
-def test_a_probe_that_is_insisted_on_is_noted_where_there_is_no_gpu_and_nowhere_else():
-    note = "train.probe always has no effect without a GPU"
-    assert note in size_run(config(probe="always"), CPU).notes
-    assert note not in size_run(config(), CPU).notes
-    assert note not in size_run(config(probe="always"), machine(H200)).notes

@@ -112,36 +112,3 @@ def test_a_model_whose_rows_of_new_tokens_train_is_not_split():
     assert sized.cfg.cluster.strategy == "ddp"
     reasons = [decision.reason for decision in sized.decisions.values()]
     assert "the rows of new tokens train only where each GPU has whole matrices" in reasons
-
-
-def test_a_model_of_unknown_shape_is_sized_by_tokens_and_says_so():
-    sized = size_run(GEMMA, gpus(140 * GIB))
-    assert sized.forecast is None
-    assert any("memory is not planned" in note for note in sized.notes)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_cpu_shares_its_memory_among_its_processes(processes):
-    cpu = Machine(
-        gpus=(), gpu_reason="", ram_bytes=16 * GIB, cores=8, python="3", system="Linux", libraries={},
-        ram_free_bytes=16 * GIB,
-    )  # fmt: skip
-    sized = size_run(BASE, cpu, world_size=processes, shape=find_shape("HuggingFaceTB/SmolLM2-135M"))
-    assert sized.forecast.budget_bytes == pytest.approx(0.92 * 16 * GIB / processes, abs=2)
-
-
-def test_a_family_that_nobody_has_traced_gets_a_wider_margin():
-    llama, falcon = (find_shape(name) for name in ("meta-llama/Llama-3.1-8B", "tiiuae/falcon-7b"))
-    kept = {}
-    for shape in (llama, falcon):
-        seen = size_run(GEMMA, gpus(140 * GIB), shape=shape).forecast
-        kept[shape.family] = (seen.components["margin"] - 1.6 * GIB) / seen.allocated_bytes
-    assert kept["llama"] == pytest.approx(0.06, abs=1e-6)
-    assert kept["falcon"] == pytest.approx(0.18, abs=1e-6)
-
-
-def test_a_mixture_of_experts_without_linears_in_its_mlp_is_planned():
-    machine = Machine((Gpu(0, "H200", 140 * GIB, 140 * GIB, (9, 0)),), "", 2**36, 8, "3.11", "Linux", {})
-    sized = size_run(BASE, machine, shape=find_shape("mistralai/Mixtral-8x7B-v0.1"))
-    assert sized.forecast.setting.shape.unmodelled
-    assert sized.forecast.peak_bytes > sized.forecast.setting.shape.total_params * 2

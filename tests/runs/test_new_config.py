@@ -10,7 +10,7 @@ import pytest
 from sftplay.cli import main, with_flags
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.row_lengths import RowLengths
+from sftplay.plan.forecast import RowLengths
 from sftplay.runs.new_config import MODELS, TOY, choose_model, estimate, survey_rows
 
 ROOT = Path(__file__).resolve().parents[2]

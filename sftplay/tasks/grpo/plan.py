@@ -15,7 +15,7 @@ from sftplay.machine.probe import Machine
 from sftplay.machine.releases import VLLM_INSTALL, vllm_problem
 from sftplay.plan.activations import FP32, head_in_forward, inner_bytes, stream_bytes
 from sftplay.plan.decisions import Decision, Decisions
-from sftplay.plan.forecast import Forecast, Hardware, Setting, forecast, with_loading
+from sftplay.plan.forecast import Forecast, Hardware, Setting, forecast, planned_tokens, with_loading
 from sftplay.plan.memory import (
     HALF,
     MASK_BYTES,
@@ -30,7 +30,6 @@ from sftplay.plan.memory import (
 )
 from sftplay.plan.memory_setup import MemorySetup, read_memory_setup, trained_params
 from sftplay.plan.report import PHASES, TaskReport, label
-from sftplay.plan.row_lengths import planned_tokens
 from sftplay.plan.shape import ModelShape
 from sftplay.plan.sizing import planned_strategy
 from sftplay.plan.task_sizing import TaskSizing, build_setting

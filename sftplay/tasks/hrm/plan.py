@@ -15,11 +15,10 @@ from sftplay.errors import ConfigError
 from sftplay.machine.probe import Machine, find_compiler_problem
 from sftplay.plan.advice import ENOUGH, Step, Suggestion, added_up, step_to
 from sftplay.plan.decisions import Decision, Decisions, decide_numerics, scaled_rate, without_effect
-from sftplay.plan.forecast import Forecast, Hardware, Setting, forecast
+from sftplay.plan.forecast import Forecast, Hardware, RowLengths, Setting, forecast
 from sftplay.plan.memory import DeviceShare, Footprint, Size
 from sftplay.plan.memory_setup import BYTES, WORKSPACE_BYTES, MemorySetup, workspace_bytes
 from sftplay.plan.report import CPU_FLOPS_PER_CORE, USED_SHARE, Sizing, TaskReport, Workload, describe_phases
-from sftplay.plan.row_lengths import RowLengths
 from sftplay.plan.shape import ModelShape
 from sftplay.plan.sizing import (
     BATCH_SIZE,

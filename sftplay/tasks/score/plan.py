@@ -13,7 +13,7 @@ from sftplay.plan.activations import reference_scores
 from sftplay.plan.advice import Step, Suggestion, added_up, first_that_fit, list_steps, step_to
 from sftplay.plan.decisions import Decision, Decisions
 from sftplay.plan.devices import OWN, name_devices
-from sftplay.plan.forecast import Forecast, Hardware, Setting
+from sftplay.plan.forecast import Forecast, Hardware, RowLengths, Setting
 from sftplay.plan.memory import (
     ALONE,
     SHARDING,
@@ -27,7 +27,6 @@ from sftplay.plan.memory import (
 )
 from sftplay.plan.memory_setup import MemorySetup
 from sftplay.plan.report import Sizing, TaskReport, Workload, estimate_workload, label
-from sftplay.plan.row_lengths import RowLengths
 from sftplay.plan.shape import ModelShape
 from sftplay.plan.sizing import STRATEGY, planned_strategy
 from sftplay.plan.task_sizing import SizedRun, TaskSizing, forecast_one_row
