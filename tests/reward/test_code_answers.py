@@ -1,14 +1,17 @@
 """The reward code_tests: right programs in the forms that chats have get all, wrong ones and cheats get nothing."""
 
+import ast
+
 import pytest
 from patience import PATIENT_BOX
 from processes import HANG_S
 
 from sftplay.config.run import RunConfig
+from sftplay.reward.code_answer import LONGEST_CODE, find_code, is_program
 from sftplay.reward.reward_set import RewardSet
 from sftplay.sandbox.choose import SAFE, find_problem
 
-pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
+needs_boxes = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
 TESTED = {"name": "tests", "use": "code_tests", "deadline": HANG_S}
 TESTS = ["assert add(1, 2) == 3", "assert add(-4, 4) == 0", "assert add([1], [2]) == [1, 2]"]
@@ -151,32 +154,24 @@ def values():
     return dict(zip(answers, score(answers).by_name["tests"].values, strict=True))
 
 
+@needs_boxes
 def test_a_right_program_is_paid_in_whatever_form_it_is_written(values):
     assert [answer for answer in RIGHT if values[answer] != 1] == []
 
 
+@needs_boxes
 def test_a_wrong_program_is_paid_in_no_form(values):
     assert [answer for answer in WRONG if values[answer] != 0] == []
 
 
+@needs_boxes
 def test_programs_that_cheat_get_nothing(values):
     assert [program for program in CHEATS if values[block(program)] != 0] == []
     loops = score([block("def add(a, b):\n    while True: pass\n")], {"timeout": 2.0, "test_timeout": 1.5})
     assert loops.by_name["tests"].values == [0.0]
 
 
-def test_a_row_may_have_columns_of_any_name():
-    columns = {"tests": [TESTS], "entry_point": ["add"], "shown": [1]}
-    columns |= {name: [None] for name in ("limits", "sandbox", "within_s", "completions", "self", "mode")}
-    content = {
-        "model": {"name": "builtin:tiny"}, "sandbox": PATIENT_BOX,
-        "rewards": [TESTED, {"name": "form", "use": "format", "deadline": HANG_S}],
-    }  # fmt: skip
-    with RewardSet(RunConfig.model_validate(content)) as rewards:
-        scored = rewards.score([block(ADD)], columns)
-    assert [scores.values for scores in scored.by_name.values()] == [[1.0], [1.0]]
-
-
+@needs_boxes
 def test_a_verdict_says_whether_all_tests_that_the_question_hides_are_passed():
     answers = [
         "def add(a, b): return a + b",
@@ -189,8 +184,39 @@ def test_a_verdict_says_whether_all_tests_that_the_question_hides_are_passed():
     assert scored.by_name["tests"].values == [1.0, pytest.approx(0.8), pytest.approx(0.2), 0.0, 1.0]
 
 
+@needs_boxes
 def test_a_row_without_tests_says_nothing_of_a_program():
     content = {"model": {"name": "builtin:tiny"}, "rewards": [TESTED]}
     with RewardSet(RunConfig.model_validate(content)) as rewards:
         found = rewards.score([block(ADD)] * 2, {"tests": [None, []]}).by_name["tests"]
     assert (found.values, found.reasons) == ([None, None], ["a row has no tests"])
+
+
+@pytest.mark.parametrize(
+    ("text", "how"),
+    [
+        (block(ADD), "labelled"),
+        (block(ADD, ""), "unlabelled"),
+        ("```python\n" + ADD, "unclosed"),
+        (ADD, "whole_text"),
+        ("no code", "none"),
+        (block("x" * (LONGEST_CODE + 1) + "\n"), "none"),
+    ],
+)
+def test_an_answer_says_how_its_program_was_found(text, how):
+    found = find_code(text, "add")
+    assert (found.code, found.how) == ("" if how == "none" else ADD, how)
+
+
+@pytest.mark.parametrize("code", ["(" * 10_000, "-" * 100_000 + "1", "x = " + "9" * 50_000, "\0", "def"])
+def test_text_that_the_parser_cannot_take_is_no_program(code):
+    assert not is_program(code, "f")
+
+
+@pytest.mark.parametrize("many", ["```python\n", "```python\nx(\n```\n", "x = (\n", "def f(:\n", "a = 1\nb b\n"])
+def test_the_parser_is_asked_a_bounded_number_of_times(many, monkeypatch):
+    asked, parse = [], ast.parse
+    with monkeypatch.context() as patched:
+        patched.setattr(ast, "parse", lambda code, **named: asked.append(code) or parse(code, **named))
+        find_code(many * 200, "f")
+    assert len(asked) < 8_000

@@ -19,10 +19,8 @@ from processes import HANG_S
 
 from sftplay.commands.sandbox import BEGIN, END
 from sftplay.sandbox.attacks.suite import (
-    Row,
     boxed_processes,
     find_hole,
-    format_list,
     read_attacks,
     run_attacks,
     targets,
@@ -30,7 +28,6 @@ from sftplay.sandbox.attacks.suite import (
 )
 from sftplay.sandbox.boxes.bootstrap import OWNER
 from sftplay.sandbox.boxes.executors import PlainProcess
-from sftplay.sandbox.boxes.job import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,16 +63,6 @@ def test_the_page_names_every_attack_and_none_that_got_through():
         alike, _, attacks = item.partition(": ")
         named |= {(alike.partition(",")[0], attack) for attack in attacks.split("; ")}
     assert named == {(attack.group, attack.name) for attack in ATTACKS}
-
-
-def test_the_list_of_the_self_test_shows_what_got_through_in_bold():
-    held, through, other = ATTACKS[0], ATTACKS[1], ATTACKS[2]
-    verdict = Verdict(status="wrong", mode="pair")
-    rows = [Row(held, verdict, ()), Row(through, verdict, ("it passed",)), Row(other, verdict, ())]
-    assert format_list({"bwrap": rows}).splitlines() == [
-        f"- files, pair, wrong: {held.name}; {other.name}.",
-        f"- files, pair, **it passed**: {through.name}.",
-    ]
 
 
 def test_the_self_test_finds_no_hole_in_a_box_and_many_without_one(executor):
@@ -171,13 +158,6 @@ def test_the_harmless_attacks_succeed_where_there_is_no_box():
     rows = run_attacks(PlainProcess(), chosen=chosen, note=lambda row: None)
     assert len(rows) > 25
     assert [row.attack.name for row in rows if row.verdict.status != "ok"] == []
-
-
-@pytest.mark.slow
-def test_none_shouts(sftplay):
-    done = sftplay("sandbox", "--executor", "none")
-    assert done.returncode == 0
-    assert "WITHOUT ANY ISOLATION" in done.stdout + done.stderr
 
 
 def test_python_of_these_tests_is_the_one_in_the_box(executor):

@@ -35,18 +35,18 @@ def column(run: Finished, name: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_over_100_on_policy_steps_the_base_is_unchanged_and_the_sampler_is_the_model(prompts: Inputs, tmp_path: Path):
+def test_over_40_on_policy_steps_the_base_is_unchanged_and_the_sampler_is_the_model(prompts: Inputs, tmp_path: Path):
     short = {
-        "train__max_steps": 100,
-        "train__save_steps": 25,
+        "train__max_steps": 40,
+        "train__save_steps": 20,
         "grpo__max_completion_length": 6,
         "grpo__logprob_check_steps": 1,
     }
     run = train(tmp_path, prompts, **grpo_options(prompts, tuning__mode="lora", **short))
-    assert column(run, "sampler_kl") == [0.0] * 100
+    assert column(run, "sampler_kl") == [0.0] * 40
     assert 0 < max(column(run, "sampler_gap")) < 1e-5  # rounding: one token at a time with a cache, or all at once
     base = run.folder.read_json("manifest.json")["base_weights"]
-    assert base["unchanged_at_steps"] == [0, 25, 50, 75, 100]
+    assert base["unchanged_at_steps"] == [0, 20, 40]
 
 
 def test_a_run_whose_rewards_are_all_0_stops_and_says_that_it_lacks_a_warm_start(prompts: Inputs, tmp_path: Path):
@@ -168,7 +168,7 @@ def written_down(self: Any, prompt_ids: list[list[int]], *given: Any, **named: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("loss", ["dapo", "dr_grpo"])
 def test_a_step_has_the_same_gradient_whether_silent_groups_are_drawn_or_not(
     loss: str, prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -51,10 +51,6 @@ def score_local(inputs: list[dict[str, Any]], places: list[int]) -> ScoredBatch:
     )
 
 
-def as_one(ranks: list[ScoredBatch]) -> ScoredBatch:
-    return ScoredBatch.concatenate(ranks)
-
-
 class World:
     """Ranks as threads: `draw` runs one drawing of `groups` on each, and gives what each has in the end."""
 
@@ -98,7 +94,7 @@ class World:
 
             def score(rows: list[dict[str, Any]], ids: list[list[int]]) -> ScoredBatch:
                 assert [each[0] for each in ids] == [row["row"] for row in rows]
-                return as_one(self.gather(score_local(rows, list(range(len(rows))))))
+                return ScoredBatch.concatenate(self.gather(score_local(rows, list(range(len(rows))))))
 
             local = LocalBatch(inputs, [row["prompt"] for row in inputs], *generate([row["prompt"] for row in inputs]))
             scored, resampled = sampler.resample(
@@ -113,10 +109,6 @@ class World:
             thread.join()
         assert all(results)
         return results
-
-
-def test_only_groups_whose_known_rewards_are_equal_are_silent():
-    assert find_zero_variance_groups([1.0, 1.0, 0.0, 1.0, None, None, None, 0.5, 0.2, 0.2 + 1e-9], 2) == [0, 2, 3]
 
 
 def test_silent_groups_get_other_prompts_until_none_is_silent_or_the_bound_is_reached(monkeypatch: pytest.MonkeyPatch):
@@ -192,13 +184,6 @@ def test_where_every_prompt_is_silent_or_taken_nothing_is_drawn_again(monkeypatc
     reserve.record(ROWS[0], has_zero_variance=True)
     assert reserve.take({ROWS[1]}) == ROWS[2]
     assert reserve.take(set(ROWS[1:3])) is None
-    world = World(1, monkeypatch, rounds=9)
-    for row in ROWS:
-        world.samplers[0].reserve.record(row, has_zero_variance=True)
-    world.samplers[0].reserve.turns_to_skip.clear()
-    [(_, scored, resampled)] = world.sample([10, 20])
-    assert (scored.rows, resampled) == ([10] * GROUP + [20] * GROUP, 0)
-    assert world.generated == [[2 * GROUP]]
     monkeypatch.setattr("test_dynamic_sampling.has_zero_variance", lambda _: True)
     silent = World(1, monkeypatch, rounds=2)
     assert silent.sample([0, 10])[0][2] == 4

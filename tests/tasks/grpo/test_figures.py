@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.tasks.grpo.rollouts import read_loss_scale
-from sftplay.tasks.grpo.scoring import ScoredBatch, compute_program_figures
-from sftplay.tasks.grpo.watch import read_policy_clip_share
+from sftplay.tasks.grpo.scoring import ScoredBatch
 
 TRIED: list[dict[str, Any] | None] = [
     {"how": "labelled", "status": "ok", "hidden_pass": True},
@@ -38,20 +36,6 @@ def test_shares_of_what_became_of_programs_and_how_they_were_found_stand_in_a_li
     found = {key.removeprefix("found/"): value for key, value in figures.items() if key.startswith("found/")}
     assert found == {"labelled": 0.4, "unlabelled": 0.0, "unclosed": 0.2, "whole_text": 0.0, "none": 0.2}
     assert figures["hidden_pass"] == 0.5  # of the four that are known
-
-
-def test_rewards_that_try_no_programs_have_no_such_figures():
-    assert compute_program_figures([None, None]) == {}
-    assert not any("/" in key and not key.startswith("reward/") for key in judged([None]).compute_figures(1))
-    assert compute_program_figures([{"status": "infra"}])["hidden_pass"] is None
-
-
-@pytest.mark.parametrize(
-    ("logs", "share"),
-    [({"clip_ratio/region_mean": 0.0}, 0.0), ({"cispo_clip_ratio": 0.25, "loss": 1.0}, 0.25), ({"entropy": 1.0}, None)],
-)
-def test_the_share_of_cut_off_ratios_has_one_name_whatever_the_loss_is(logs, share):
-    assert read_policy_clip_share(logs) == share
 
 
 def test_a_step_that_the_scaler_skips_is_counted_and_halves_the_scale():

@@ -66,7 +66,6 @@ LOSSES = [
     {"loss_type": "dr_grpo", "delta": 1.6},
     {"loss_type": "dapo", "beta": 0.1},
     {"loss_type": "cispo", "epsilon_high": 1.5},
-    {"loss_type": "sapo"},
     {"loss_type": "vespo"},
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"loss_type": "grpo", "importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.1},
@@ -143,12 +142,6 @@ def test_rows_stay_in_their_optimizer_step_and_all_their_columns_move_together()
     assert rows(ordered[2:]) == rows(batches[2:])
     widths = [batch["completion_ids"].size(1) for batch in ordered]
     assert widths[0] >= widths[1]
-
-
-def test_what_is_not_known_is_left_as_it_is():
-    batches = [{**batch, "pixel_values": torch.zeros(4)} for batch in make_batches(40)]
-    assert order_by_length(batches, accum=ACCUM, trims_prompts=True) == batches
-    assert order_by_length(batches[:3], accum=2, trims_prompts=True) == batches[:3]
 
 
 def test_a_model_with_learned_places_keeps_the_padding_before_its_prompts():

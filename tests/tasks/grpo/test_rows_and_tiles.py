@@ -37,30 +37,6 @@ def test_rows_go_to_the_trainer_as_they_are_and_each_is_read_once():
         PromptRows(questions)[1]
 
 
-def test_log_probabilities_and_gradients_are_those_of_trls_own_width(monkeypatch: pytest.MonkeyPatch):
-    tokenizer = letter_tokenizer()
-    widths: list[int] = []
-    real = chunked_logprob._forward_tile
-
-    def noted(tile: torch.Tensor, stride: int, *given: Any, **named: Any) -> None:
-        widths.append(stride)
-        real(tile, stride, *given, **named)
-
-    monkeypatch.setattr(chunked_logprob, "_forward_tile", noted)
-    ids = torch.randint(3, len(tokenizer), (4, 9), generator=torch.Generator().manual_seed(0))
-    seen = []
-    for width in (10**9, len(tokenizer)):
-        model = utils.add_fused_lm_head(fresh := tiny_llama(tokenizer)) or fresh
-        with fitted_tiles(width):
-            found = model(input_ids=ids, labels=ids, fused_lm_head=True)
-        found.loss.backward()
-        seen.append((found.log_probs.detach(), model.lm_head.weight.grad))
-    assert widths == [32_768, len(tokenizer)]
-    for wide, narrow in zip(*seen, strict=True):
-        assert torch.equal(wide, narrow)
-    assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == 32_768
-
-
 def test_scores_of_prompts_and_padding_are_not_computed_and_the_others_are_trls(monkeypatch: pytest.MonkeyPatch):
     tokenizer = letter_tokenizer()
     tiles: list[tuple[int, int]] = []

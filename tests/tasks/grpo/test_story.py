@@ -111,14 +111,6 @@ def test_the_warm_model_learns_to_pass_the_tests(kit: Kit, shown: str):
     assert 'id="learned"' in (run / "report.html").read_text()
 
 
-def test_what_has_been_learned_is_not_learned_again(kit: Kit, shown: str):
-    run = kit.home / "outputs" / "toy-grpo"
-    before = (run / "metrics.jsonl").read_text()
-    words = ("--config", "configs/run_grpo_toy.yaml", "run_name=toy-grpo", "model.name=outputs/toy-sft")
-    kit.call(sys.executable, "-m", "sftplay", "train", *words, "train.resume=auto", *SHORTER)
-    assert (run / "metrics.jsonl").read_text() == before
-
-
 def test_another_executor_pays_every_completion_the_same(kit: Kit, shown: str):
     words = ("--config", "configs/run_grpo_toy.yaml", "--run", "toy-grpo", "--json", "sandbox.executor=none")
     found = json.loads(kit.call(sys.executable, "-m", "sftplay", "reward-check", *words))
@@ -150,26 +142,10 @@ def test_the_workflow_as_it_is_shipped_teaches_the_same(kit: Kit):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [1, 2])
-def test_other_seeds_answer_held_out_questions_as_well(kit: Kit, builtin_tiny: Path, seed: int):
-    kit.call(sys.executable, "-m", "sftplay", "train", "--config", "configs/run_grpo_toy_sft.yaml",
-             f"run_name=warm-{seed}", f"seed={seed}")  # fmt: skip
-    kit.second(f"seed-{seed}", f"seed={seed}", f"model.name=outputs/warm-{seed}")
-    check_learned(kit.home / "outputs" / f"seed-{seed}", steps=60, measured=(0, 20, 40, 60))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 def test_an_adapter_on_the_warm_model_learns_too(kit: Kit, warm: None, mode: str):
     values = (f"tuning.mode={mode}", "train.learning_rate=2e-3", "train.max_steps=40")
     assert rise(kit.second(mode, *values)) >= 0.2
-
-
-@pytest.mark.long
-def test_two_processes_learn_as_far_as_one(kit: Kit, warm: None):
-    metrics = kit.second("two-to-the-end", *SHORTER, "--nproc=2")
-    assert len(metrics) == 45
-    assert rise(metrics) >= 0.4
 
 
 def test_random_rewards_teach_nothing(kit: Kit, shown: str):

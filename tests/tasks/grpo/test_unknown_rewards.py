@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from statistics import fmean, stdev
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +12,9 @@ import torch
 from grpo_toy import grpo_trainer
 from trl import GRPOTrainer
 
-from sftplay.config.run import RunConfig
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.tasks.grpo.scoring import DynamicSampler, ScoredBatch
-from sftplay.tasks.grpo.watch import SignalHealth
 
 WEIGHTS = (1.0, 0.1)
 CONTENT: list[float | None] = [1.0, 0.0, None, 1.0, 1.0, 1.0, 1.0, None]
@@ -78,14 +75,3 @@ def test_a_prompt_passes_no_turn_because_of_rewards_that_are_not_known():
     sampler = DynamicSampler(**sizes, seed=0, in_lockstep=False)
     sampler.record_sampled(scored_batch(content=[1.0, 1.0, None, 1.0] + [1.0] * 4, form=[1.0] * 8), tokens=[1] * 8)
     assert sampler.reserve.zero_variance == {10: 1}
-
-
-def config(**keys: Any) -> RunConfig:
-    return RunConfig.model_validate({"model": {"name": "m"}, "task_mode": "grpo", **keys})
-
-
-def test_a_step_without_a_known_reward_is_no_step_without_a_signal():
-    watch = SignalHealth(config(grpo={"stop_without_signal": 1}))
-    watch.trainer = SimpleNamespace(rollout_figures=scored_batch(content=[None] * 8).compute_figures(4))
-    watch.on_step_end(None, SimpleNamespace(global_step=1), None)
-    assert watch.steps_without == 0
