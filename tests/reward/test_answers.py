@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("jsonschema", reason="needs jsonschema: make install EXTRAS=reward")
 
-from sftplay.reward.code_answer import read_text
+from sftplay.reward.code_rewards import read_text
 from sftplay.reward.math_rewards import solves
 from sftplay.reward.text_rewards import (
     exact_match,

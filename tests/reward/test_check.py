@@ -15,9 +15,8 @@ from sftplay.config.load import load_config
 from sftplay.config.rewards import RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError
-from sftplay.reward.calls import RewardWorker
 from sftplay.reward.check import Case, check_before_training, check_reward
-from sftplay.reward.reward_set import RewardSet
+from sftplay.reward.reward_set import RewardSet, RewardWorker
 from sftplay.sandbox.choose import SAFE, find_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,17 +109,6 @@ PROBLEMS = [
 ]  # fmt: skip
 
 
-@needs_boxes
-def test_rewards_for_programs_are_tried_with_programs_that_cheat(tmp_path, capsys):
-    rewards = [{"name": "tests", "use": "code_tests"}, {"name": "form", "use": "format"}]
-    code, (tests, form) = checked(tmp_path, rewards, capsys, rows=PROBLEMS)
-    assert (code, tests["gold_mean"], tests["verdict"], form["verdict"]) == (0, 1.0, "ok", "ok")
-    # The shown test is one of three and counts half; a program that knows it by heart gets 0.5 of 2.5.
-    assert tests["junk"].pop("the first test by heart") == pytest.approx(0.2)
-    assert set(tests["junk"].values()) == {0.0}
-    assert {"a program that ends itself", "a value that equals everything"} < set(tests["junk"])
-
-
 @pytest.mark.contract
 @needs_boxes
 def test_a_problem_whose_own_solution_fails_is_named(tmp_path, capsys):
@@ -128,14 +116,6 @@ def test_a_problem_whose_own_solution_fails_is_named(tmp_path, capsys):
     path = config(tmp_path, [{"name": "tests", "use": "code_tests"}], rows=[*PROBLEMS, *PROBLEMS, wrong])
     assert main(["reward-check", "--config", path, "--json"]) == 0
     assert f"{tmp_path}/rows.jsonl:13 is solved by no answer" in capsys.readouterr().err
-
-
-@needs_boxes
-def test_a_test_that_is_no_python_is_refused_with_its_line(tmp_path, capsys):
-    broken = {**PROBLEMS[0], "text": "Add 0.", "test_list": ["assert add_1(1) == 2", "assert add_1(1) =="]}
-    with pytest.raises(DataError, match="is no Python") as refusal:
-        checked(tmp_path, [{"name": "tests", "use": "code_tests"}], capsys, rows=[*PROBLEMS, broken])
-    assert refusal.value.where == f"{tmp_path}/rows.jsonl:7, tests[1]"
 
 
 @pytest.mark.contract
@@ -187,11 +167,6 @@ def test_what_is_only_measured_or_judges_form_does_not_stop_a_run(user, capsys):
     assert "the reward never cannot be tried on these rows: everything gets 0" in capsys.readouterr().out
 
 
-def test_rows_without_answers_try_nothing_and_that_is_said(user, capsys):
-    assert before_training([{"name": "constant", "use": f"{user}:constant"}], rows=[{"prompt": "a"}] * 3) == []
-    assert "the rewards are not tried" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("rewards", "rows", "error", "said"),
     [
@@ -203,20 +178,6 @@ def test_rows_without_answers_try_nothing_and_that_is_said(user, capsys):
 def test_rows_and_rewards_that_do_not_fit_are_refused(tmp_path, capsys, rewards, rows, error, said):
     with pytest.raises(error, match=said):
         checked(tmp_path, rewards, capsys, rows=rows)
-
-
-def test_rows_that_are_left_out_are_said(tmp_path, capsys):
-    from sftplay.runs.reward_check import read_cases
-
-    rows = [
-        {"question": "1", "answer": "2"},
-        {"text": "no"},
-        {"question": 7, "answer": "8"},
-        {"question": "2", "answer": "3"},
-    ]
-    cases = read_cases(load_config(config(tmp_path, [{"name": "right", "use": "math"}], rows=rows)), 32)
-    assert [case.gold for case in cases] == ["2", "3"]
-    assert "2 of the first 32 rows cannot be read" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -251,6 +212,7 @@ def test_the_row_that_paid_a_forgery_is_named_however_many_rows_pay_none(tmp_pat
     place = f"{tmp_path}/rows.jsonl:7"
     assert (code, finding["verdict"], finding["in_process"]) == (5, "cannot_tell", [place])
     assert finding["junk"]["a program that forges its verdict"] == pytest.approx(1 / 7)
+    assert {"a program that ends itself", "the first test by heart"} < set(finding["junk"])
     assert finding["paid"] == [f"{place} pays a program that forges its verdict 1"]
 
 

@@ -7,7 +7,7 @@ from patience import PATIENT_BOX
 from processes import HANG_S
 
 from sftplay.config.run import RunConfig
-from sftplay.reward.code_answer import LONGEST_CODE, find_code, is_program
+from sftplay.reward.code_rewards import LONGEST_CODE, find_code, is_program
 from sftplay.reward.reward_set import RewardSet
 from sftplay.sandbox.choose import SAFE, find_problem
 
@@ -33,13 +33,10 @@ def shift(text, by="    "):
 CHEATS = [
     "",
     "import os\nos._exit(0)",
-    "import sys\nsys.exit(0)",
     "def add(*args): raise SystemExit(0)",
-    "print('all tests passed')",
     "def add(a, b): print('all tests passed')",
     "class Any(int):\n    def __eq__(self, other): return True\n    __ne__ = lambda self, other: False\n"
     "def add(a, b): return Any(41)",
-    "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()",
     "import builtins\nbuiltins.AssertionError = type('Other', (BaseException,), {})\ndef add(a, b): return 41",
     "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): return 41",
     "def add(a, b):\n    import sys\n    frame = sys._getframe()\n    while frame:\n"
@@ -47,7 +44,6 @@ CHEATS = [
     'def add(a, b):\n    import os\n    for fd in range(3, 20):\n        try: os.write(fd, b\'{"status": "ok"}\')\n'
     "        except OSError: pass\n    return 41",
     "add = 3",
-    "raise KeyboardInterrupt",
     ADD + "del add\n",
 ]
 """As the program of a block; none of them adds."""
@@ -60,12 +56,8 @@ RIGHT = [
     "```python\ndef add(a, b):\n    return a + b\n``` Hope this helps!",
     "Here is the code: ```python\ndef add(a, b):\n    return a + b\n```",
     "> Here it is:\n>\n> ```python\n> def add(a, b):\n>     return a + b\n> ```",
-    "> > ```python\n> > def add(a, b):\n> >     return a + b\n> > ```",
-    shift(block(ADD), "\t"),
     block(ADD, fence="~~~"),
-    block(ADD, fence="````"),
     block(ADD).replace("\n", "\r\n"),
-    block(ADD.replace("    ", "\t")),
     block(shift(ADD)),
     # labels
     *(block(ADD, label) for label in ("python3.11", "ipython", "text", "Python", "{.python}", "solution.py", "")),
@@ -79,11 +71,9 @@ RIGHT = [
     "The helper:\n" + block(PLUS) + "\nand with it:\n" + block(HELPED),
     "The solution:\n" + block(HELPED) + "\nIt needs:\n" + block(PLUS),
     block("import operator\n") + "\nthen\n" + block("def add(a, b):\n    return operator.add(a, b)\n"),
-    block(ADD) + "\nOutput of `add(1, 2)`:\n" + block("3\n", ""),
     block(ADD) + "\nUsage:\n" + block("from solution import add\nprint(add(1, 2))\n"),
     block(BAD) + "\nThat subtracts. Mended:\n" + block(ADD),
     block("pip install nothing\n", "bash") + "\n" + block(ADD),
-    block("x = 1 +\n") + "\n" + block(ADD),
     "In JavaScript:\n" + block("const add = (a, b) => a + b\n", "js") + "\nIn Python:\n" + block(ADD),
     # fences within
     block('def add(a, b):\n    """Add.\n\n    ```python\n    add(1, 2)\n    ```\n    """\n    return a + b\n'),
@@ -94,34 +84,24 @@ RIGHT = [
     "Solution: def add(a, b): return a + b",
     "Use `add = lambda a, b: a + b`.",
     "First import what is needed.\n\nimport operator\n\ndef add(a, b):\n    return operator.add(a, b)\n\nThat is all.",
-    "<answer>\n" + ADD + "</answer>",
     "[PYTHON]\n" + ADD + "[/PYTHON]",
     # the rest
     "<think>Maybe\n" + block(BAD) + "\nno.</think>\n" + block(ADD),
     block("class Solution:\n    def add(self, a, b):\n        return a + b\n"),
-    block("class add:\n    def __new__(cls, a, b): return a + b\n"),
     block(ADD + "if __name__ == '__main__': raise SystemExit\n"),
     block("import sys, warnings\nwarnings.warn('odd')\nsys.stderr.write('x')\n" + ADD),
     "```python\n" + ADD + "\ndef main():\n    print(add(1,",
-    "```python\n" + ADD,
 ]
 
 WRONG = [
     "I cannot help with that.",
-    "The function add(a, b) returns a + b.",
     # programs that do something else
     block(BAD),
     block("def add(a, b):\n    print(a + b)\n"),
-    block("def add(a, b):\n    return str(a + b)\n"),
-    block("def add(a):\n    return a\n"),
-    block("def add(a, b):\n    raise NotImplementedError\n"),
     block("def add(a, b):\n    return a + c\n"),
     block("def add(a, b):\n    yield a + b\n"),
     block("async def add(a, b):\n    return a + b\n"),
     # another name, another place
-    block("def Add(a, b):\n    return a + b\n"),
-    block("def outer():\n    def add(a, b):\n        return a + b\n"),
-    block("class Sum:\n    def add(self, a, b):\n        return a + b\n"),
     block("'''\ndef add(a, b):\n    return a + b\n'''\n"),
     block(HELPED),
     # no Python
@@ -130,12 +110,9 @@ WRONG = [
     "```python\ndef add(a, b):\n    total = a + b\n    return (",
     block(ADD, "java"),
     # taken back, or only thought
-    "<think>" + block(ADD) + "</think> Done.",
-    "<think>\nI would write\n" + block(ADD),
     "<think>" + block(ADD) + "</think>" + block(BAD),
     block(ADD) + "\nNo, better:\n" + block(BAD),
     ADD + "\nThat is wrong. Rather:\n\n" + BAD,
-    block(ADD) + "\nSimpler:\n" + block("add = lambda a, b: a\n"),
     # leaving
     block("import sys\nsys.exit(0)\n" + ADD),
 ]

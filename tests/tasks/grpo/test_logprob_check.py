@@ -40,21 +40,6 @@ def test_what_is_noted_is_what_plain_transformers_gives_for_the_whole_text(has_a
     assert "generate" not in vars(model)
 
 
-def test_rows_of_several_calls_follow_each_other_and_one_that_failed_leaves_none():
-    model: Any = tiny_llama(letter_tokenizer())
-    ids = torch.tensor(PROMPTS)
-    with record_logprobs(model) as rows, torch.no_grad():
-        with pytest.raises(RuntimeError):
-            model.generate(input_ids=ids, max_new_tokens=3, stopping_criteria=[fail])
-        for n in (0, 1):
-            model.generate(input_ids=ids[n : n + 1], do_sample=True, max_new_tokens=2 + n, eos_token_id=None)
-    assert [len(row) for row in rows] == [2, 3]
-
-
-def fail(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-    raise RuntimeError("out of memory")
-
-
 def test_the_figures_by_hand():
     check = LogprobCheck(1)
     check.trained_logps = torch.tensor([[-1.0, -2.0, -3.0, -9.0]])

@@ -67,18 +67,6 @@ def test_a_healthy_run_is_told_nothing_and_neither_is_a_control(capsys):
     assert "warning" not in capsys.readouterr().out
 
 
-def test_twenty_steps_without_a_signal_end_the_run_with_the_reason():
-    watcher = health()
-    step(watcher, 0, zero_variance_share=1.0)
-    step(watcher, 0)  # one group with a signal starts the count again
-    for number in range(1, 20):
-        step(watcher, number, zero_variance_share=1.0, reward=1.0)
-    with pytest.raises(RunError, match=r"nothing was learned in the last 20 steps.*mean reward 1\)") as raised:
-        step(watcher, 20, zero_variance_share=1.0, reward=1.0)
-    assert raised.value.exit_code == 5
-    assert "take harder prompts" in str(raised.value)
-
-
 FORM_ALONE = {"reward": 0.1, "reward/a": 0.0, "reward/shape": 1.0}
 
 

@@ -1,4 +1,7 @@
-"""A completion whose reward for content has no value: TRL's own advantages, figures and silent groups go without it."""
+"""A completion whose reward for content has no value: TRL's own advantages, figures and silent groups go without it.
+
+And the shares of programs in a line of metrics, next to hand counts.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ import torch
 from grpo_toy import grpo_trainer
 from trl import GRPOTrainer
 
-from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
-from sftplay.tasks.grpo.scoring import DynamicSampler, ScoredBatch
+from sftplay.reward.table import RewardValues
+from sftplay.tasks.grpo.scoring import DynamicSampler, ScoredBatch, compute_program_figures
 
 WEIGHTS = (1.0, 0.1)
 CONTENT: list[float | None] = [1.0, 0.0, None, 1.0, 1.0, 1.0, 1.0, None]
@@ -75,3 +78,24 @@ def test_a_prompt_passes_no_turn_because_of_rewards_that_are_not_known():
     sampler = DynamicSampler(**sizes, seed=0, in_lockstep=False)
     sampler.record_sampled(scored_batch(content=[1.0, 1.0, None, 1.0] + [1.0] * 4, form=[1.0] * 8), tokens=[1] * 8)
     assert sampler.reserve.zero_variance == {10: 1}
+
+
+TRIED: list[dict[str, Any] | None] = [
+    {"how": "labelled", "status": "ok", "hidden_pass": True},
+    {"how": "labelled", "status": "wrong", "hidden_pass": True},
+    {"how": "unclosed", "status": "timeout", "hidden_pass": False},
+    {"how": "none", "status": "no_code", "hidden_pass": False},
+    {"status": "infra"},
+]
+
+
+def test_shares_of_what_became_of_programs_and_how_they_were_found_stand_in_a_line_of_metrics():
+    figures = compute_program_figures(TRIED)
+    statuses = {key.removeprefix("sandbox/"): value for key, value in figures.items() if key.startswith("sandbox/")}
+    assert statuses == {
+        "ok": 0.2, "wrong": 0.2, "runtime": 0.0, "syntax": 0.0, "timeout": 0.2, "memory": 0.0, "output": 0.0,
+        "killed": 0.0, "tampered": 0.0, "infra": 0.2, "no_code": 0.2,
+    }  # fmt: skip
+    found = {key.removeprefix("found/"): value for key, value in figures.items() if key.startswith("found/")}
+    assert found == {"labelled": 0.4, "unlabelled": 0.0, "unclosed": 0.2, "whole_text": 0.0, "none": 0.2}
+    assert figures["hidden_pass"] == 0.5  # of the four that are known
