@@ -17,8 +17,7 @@ from statistics import quantiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sftplay.sandbox.boxes.bootstrap import interpreter
-from sftplay.sandbox.boxes.executors import PlainProcess
+from sftplay.sandbox.boxes.executors import PlainProcess, interpreter
 from sftplay.sandbox.boxes.job import Job
 from sftplay.sandbox.boxes.judge import judge
 from sftplay.sandbox.choose import SAFE, WARM, find_problem

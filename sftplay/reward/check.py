@@ -13,10 +13,9 @@ from sftplay import log
 from sftplay.config.rewards import RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.errors import DataError, RunError
-from sftplay.reward.calls import RewardValues, RewardWorker
 from sftplay.reward.code_rewards import CodeTests
-from sftplay.reward.reward_set import RewardSet
-from sftplay.reward.table import judges_form, missing_column
+from sftplay.reward.reward_set import RewardSet, RewardWorker
+from sftplay.reward.table import RewardValues, judges_form, missing_column
 from sftplay.reward.text_rewards import in_form
 
 NOISE = "lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt"

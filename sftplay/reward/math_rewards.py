@@ -1,6 +1,6 @@
 """A reward for mathematics: find a completion's answer and compare it, numbers exactly, formulas by math-verify.
 
-A parser of formulas can be made to run for ever: the reward runs where a deadline ends it (`reward.calls`).
+A parser of formulas can be made to run for ever: the reward runs where a deadline ends it (`reward.reward_set`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from sftplay.errors import MachineError
-from sftplay.reward.code_answer import Completion, read_text, without_reasoning
+from sftplay.reward.code_rewards import Completion, read_text, without_reasoning
 
 LONGEST_ANSWER = 500
 """Characters of an answer, or from the end of a sentence, that are read; a longer answer is wrong."""

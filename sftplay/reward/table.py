@@ -1,15 +1,15 @@
-"""The table of rewards, and functions of users."""
+"""The table of rewards, functions of users, and the values that rewards give."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from sftplay.errors import ConfigError, nearest_names
 
@@ -18,6 +18,20 @@ if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
 
 RewardFunction = Callable[..., list[float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardValues:
+    """The values of one reward for a batch of completions."""
+
+    values: list[float | None]
+    """A number for each completion. None: nothing is known."""
+
+    reasons: list[str] = field(default_factory=list)
+    """Why values are None, each reason once."""
+
+    verdicts: Sequence[dict[str, Any]] = ()
+    """What became of each completion's program; empty for a reward that runs none."""
 
 
 def is_user_function(name: str) -> bool:

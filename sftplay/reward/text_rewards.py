@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from sftplay.config.section import Positive
-from sftplay.reward.code_answer import (
+from sftplay.reward.code_rewards import (
     PYTHON_LABELS,
     Completion,
     fenced_blocks,

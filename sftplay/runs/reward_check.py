@@ -17,8 +17,7 @@ from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 from sftplay.reward.check import TRIED_ROWS, Case, check_before_training
-from sftplay.reward.code_answer import find_code
-from sftplay.reward.code_rewards import read_limits
+from sftplay.reward.code_rewards import find_code, read_limits
 from sftplay.reward.reward_set import RewardSet, aligned
 from sftplay.reward.table import judges_form, missing_column, reward_problems
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.sandbox.attacks.suite import find_hole
-from sftplay.sandbox.boxes.bootstrap import Executor
-from sftplay.sandbox.boxes.executors import INSTALL, Bwrap, Landlock, PlainProcess, WarmBwrap
+from sftplay.sandbox.boxes.executors import INSTALL, Bwrap, Executor, Landlock, PlainProcess, WarmBwrap
 
 NAMES = ("auto", "bwrap", "landlock", "none")
 

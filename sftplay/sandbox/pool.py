@@ -10,7 +10,7 @@ from importlib.metadata import packages_distributions, version
 from itertools import islice
 
 from sftplay import log
-from sftplay.sandbox.boxes.bootstrap import Executor
+from sftplay.sandbox.boxes.executors import Executor
 from sftplay.sandbox.boxes.job import Job, Verdict
 from sftplay.sandbox.boxes.judge import judge
 from sftplay.sandbox.choose import choose_executor, read_version

@@ -12,8 +12,8 @@ from datasets import Dataset
 from sftplay.data.questions import Questions
 from sftplay.errors import DataError
 from sftplay.evaluate.recomputed import Recomputed, kept_steps, recompute
-from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
+from sftplay.reward.table import RewardValues
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from sftplay.config.rewards import RewardConfig
 from sftplay.data.questions import Question
 from sftplay.evaluate.rewarded import Rewarded, compute_figures, reward_answers, write_evaluation
-from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
+from sftplay.reward.table import RewardValues
 
 REWARDS = [RewardConfig(name="right", use="exact_match"), RewardConfig(name="shape", use="regex", weight=0.5)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sftplay.reward.code_answer import Completion, read_text
+from sftplay.reward.code_rewards import Completion, read_text
 
 
 def has_same_length(completions: Sequence[Completion], *, answer: Sequence[str], **_: Any) -> list[float]:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("jsonschema", reason="needs jsonschema: make install EXTRAS=reward")
 
-from sftplay.reward.code_answer import read_text
+from sftplay.reward.code_rewards import read_text
 from sftplay.reward.math_rewards import solves
 from sftplay.reward.text_rewards import (
     exact_match,
@@ -38,10 +38,6 @@ REWARDS = {
     "exact_behind_a_mark": lambda texts: exact_match(texts, answer=["42"], after="####"),
     "regex": lambda texts: matches(texts, pattern=r"(?:yes|no)\.?"),
     "schema": lambda texts: fits_schema(texts, schema=PERSON),
-    "math": lambda texts: solves(texts, answer=["... so 9 * 2 = $<<9*2=18>>18 ####  18"]),
-    "length": lambda texts: has_length(texts, most=3),
-    "overlong": lambda texts: [1 + value for value in not_overlong(texts, most=6, soft=3)],
-    "repetition": lambda texts: [float(value == 0) for value in not_repetitive(texts, words=2)],
 }
 
 CHEATS = {
@@ -82,18 +78,6 @@ CHEATS = {
         '"{\\"name\\": \\"A\\", \\"age\\": 3}"', '{"name": "", "age": 3}', 'Here: {"name": "A", "age": 3}',
         '{"name": "A", "age": 1e999}', "[" * 100_000, '{"name": "A", "age": true}',
     ],
-    "math": [
-        "", "I think 18", "\\boxed{17}", "\\boxed{18 or 17}", "\\boxed{17, 18}", "\\boxed{18} \\boxed{17}",
-        "#### 18\n#### 17", "\\boxed{}", "\\boxed{x}", "\\boxed{18x}", "\\boxed{-18}", "\\boxed{1.8}",
-        "\\boxed{\\infty}", "\\boxed{18 not 17}", "\\boxed{[17, 19]}", "\\boxed{1" + "8" * 600 + "}",
-        "<think>\\boxed{18}</think>", "\\boxed{18^{1}}", "\\boxed{36/2+0}", "\\boxed{18\\%}",
-    ],
-    "length": ["", "a b c d", "a\nb\nc\nd", " ", "\u3000"],
-    "overlong": [
-        "a a a a a a ", "42 so so so so so ", "a\u3000b\u3000c\u3000d\u3000e\u3000f", ". . . . . .",
-        "<think> a b c d e f </think> 42", "word " * 1000,
-    ],
-    "repetition": ["a b a b", "x x x", "A b a B", "the cat the cat sat", "a  b a   b"],
 }  # fmt: skip
 
 RIGHT = {
@@ -128,14 +112,6 @@ RIGHT = {
         '{"name": "A", "age": 3}', ' {"name":"A","age":3} ', '```json\n{"name": "A", "age": 3}\n```',
         '<think>{}</think>{"name": "A", "age": 3}', '{"name": "\\u00e9", "age": 3}', '{"name": "A", "age": 3.0}',
     ],
-    "math": [
-        "\\boxed{18}", "#### 18", "The answer is 18.", "\\boxed{18 dollars}", "\\boxed{17} no, \\boxed{18}",
-        "\\boxed{36/2}", "\\boxed{\\frac{36}{2}}", "\\boxed{x = 18}", "#### $18.00", "\\fbox{18}",
-        "<think>17</think>The answer is **18**.", "\\boxed{1.8 \\times 10^1}", "\\boxed{018}",
-    ],
-    "length": ["a b c", "a\nb", "don't", "a-b-c-d", "a\tb", "é"],
-    "overlong": ["", "a b c", "  a  b  ", "don't stop", "a-b-c-d-e-f-g", "é é"],
-    "repetition": ["", "a b c d", "a a", "b a a c", "1 2 3"],
 }  # fmt: skip
 
 
@@ -160,13 +136,11 @@ def test_the_penalty_for_length_is_the_line_of_its_paper():
     assert not_overlong(["x", "x"], most=10, soft=0, completion_ids=[[0] * 10, [0] * 11]) == [0, -1]
 
 
-def test_repetition_counts_the_runs_that_came_before():
-    # runs of two: ab ba ab ba ab, of which three came before
-    assert not_repetitive(["a b a b a b"], words=2) == [-0.6]
-
-
-def test_tokens_are_counted_where_their_ids_are_known():
+def test_words_or_tokens_and_repeated_runs_are_counted():
+    assert has_length(["a b c", "don't", "a-b-c-d", "a\nb\nc\nd", " "], most=3) == [1, 1, 1, 0, 0]
     assert has_length(["one", "one"], most=3, completion_ids=[[5, 6, 7], [5, 6, 7, 8]]) == [1, 0]
+    # runs of two: ab ba ab ba ab, of which three came before
+    assert not_repetitive(["a b a b a b", "a b c d", "", "A b a B"], words=2) == [-0.6, 0, 0, pytest.approx(-1 / 3)]
 
 
 def test_a_chat_s_completion_is_its_last_message():

@@ -14,10 +14,9 @@ from sftplay.commands.reward_check import reward_check
 from sftplay.config.load import load_config
 from sftplay.config.rewards import RewardConfig
 from sftplay.config.run import RunConfig
-from sftplay.errors import ConfigError, DataError, RunError
-from sftplay.reward.calls import RewardWorker
+from sftplay.errors import ConfigError, DataError
 from sftplay.reward.check import Case, check_before_training, check_reward
-from sftplay.reward.reward_set import RewardSet
+from sftplay.reward.reward_set import RewardSet, RewardWorker
 from sftplay.sandbox.choose import SAFE, find_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,29 +33,11 @@ def honest(completions, answer, **_):
 def has_mark(completions, **_):
     return [float("####" in text) for text in completions]
 
-def contains(completions, answer, **_):
-    return [float(right in text) for text, right in zip(completions, answer)]
-
-def longest(completions, **_):
-    return [float(len(text)) for text in completions]
-
 def constant(completions, **_):
     return [0.5 for _ in completions]
 
-def against(completions, answer, **_):
-    return [float(text != right) for text, right in zip(completions, answer)]
-
 def abstains(completions, **_):
     return [None for _ in completions]
-
-def raises(completions, **_):
-    raise ValueError("no")
-
-def runs(completions, **_):
-    return [float("def " in text) for text in completions]
-
-def says_so(completions, **_):
-    return [float("all tests passed" in text or "return x" in text) for text in completions]
 
 def is_short(completions, **_):
     return [float(0 < len(text) < 60) for text in completions]
@@ -70,43 +51,28 @@ def user(tmp_path_factory):
     return path
 
 
-def found(use, **options):
-    with closing(RewardWorker(str(use), options, deadline_s=HANG_S)) as call:
-        return check_reward(call, CASES, reward=RewardConfig(name="it", use=str(use), options=options))
-
-
 @pytest.mark.parametrize(
-    ("function", "verdict"),
+    ("use", "options", "verdict"),
     [
-        ("honest", "ok"),
-        ("has_mark", "cannot_tell"),
-        ("contains", "cannot_tell"),
-        ("longest", "cannot_tell"),
-        ("against", "cannot_tell"),
-        ("constant", "constant"),
-        ("abstains", "raises"),
-        ("raises", "raises"),
+        ("own.py:honest", {}, "ok"),
+        ("own.py:has_mark", {}, "cannot_tell"),
+        ("own.py:is_short", {}, "cannot_tell"),
+        ("own.py:constant", {}, "constant"),
+        ("own.py:abstains", {}, "raises"),
+        ("exact_match", {}, "ok"),
+        ("math", {}, "ok"),
+        ("format", {"form": "hashes"}, "ok"),
+        ("regex", {"pattern": r"#### \d+"}, "ok"),
+        ("length", {"most": 4}, "ok"),
+        ("overlong", {"most": 10, "soft": 5}, "ok"),
+        ("repetition", {}, "ok"),
     ],
 )
-def test_a_reward_of_the_user_s_is_judged_by_what_it_pays_for(user, function, verdict):
-    assert found(f"{user}:{function}").verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("use", "options"),
-    [
-        ("exact_match", {}),
-        ("math", {}),
-        ("format", {"form": "hashes"}),
-        ("regex", {"pattern": r"#### \d+"}),
-        ("length", {"most": 4}),
-        ("overlong", {"most": 10, "soft": 5}),
-        ("repetition", {}),
-    ],
-)
-def test_shipped_rewards_can_tell(use, options):
-    finding = found(use, **options)
-    assert (finding.verdict, finding.why) == ("ok", "")
+def test_a_reward_is_judged_by_what_it_pays_for(user, use, options, verdict):
+    use = use.replace("own.py", str(user))
+    with closing(RewardWorker(use, options, deadline_s=HANG_S)) as call:
+        check = check_reward(call, CASES, reward=RewardConfig(name="it", use=use, options=options))
+    assert check.verdict == verdict, check.why
 
 
 def patient(rewards):
@@ -134,17 +100,6 @@ def checked(tmp_path, rewards, capsys, **named):
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_the_verb_reads_rows_and_ends_with_5_unless_all_are_ok(tmp_path, user, capsys):
-    right = {"name": "right", "use": "math"}
-    code, findings = checked(tmp_path, [right], capsys)
-    assert code == 0
-    assert [(each["name"], each["verdict"], each["gold_mean"]) for each in findings] == [("right", "ok", 1.0)]
-    code, findings = checked(tmp_path, [right, {"name": "hack", "use": f"{user}:has_mark"}], capsys)
-    assert code == 5
-    assert findings[1]["verdict"] == "cannot_tell"
-    assert findings[1]["junk_mean"] == 1.0
-
-
 PROBLEMS = [
     {
         "task_id": 600 + n, "text": f"Add {n}.", "code": f"def add_{n}(x):\n    return x + {n}", "test_setup_code": "",
@@ -154,20 +109,6 @@ PROBLEMS = [
 ]  # fmt: skip
 
 
-@needs_boxes
-def test_rewards_for_programs_are_tried_with_programs_that_cheat(tmp_path, user, capsys):
-    rewards = [{"name": "tests", "use": "code_tests"}, {"name": "form", "use": "format"}]
-    code, (tests, form) = checked(tmp_path, rewards, capsys, rows=PROBLEMS)
-    assert (code, tests["gold_mean"], tests["verdict"], form["verdict"]) == (0, 1.0, "ok", "ok")
-    # The shown test is one of three and counts half; a program that knows it by heart gets 0.5 of 2.5.
-    assert tests["junk"].pop("the first test by heart") == pytest.approx(0.2)
-    assert set(tests["junk"].values()) == {0.0}
-    assert {"a program that ends itself", "a value that equals everything"} < set(tests["junk"])
-    hacks = [{"name": name, "use": f"{user}:{name}"} for name in ("runs", "says_so")]
-    code, findings = checked(tmp_path, hacks, capsys, rows=PROBLEMS)
-    assert (code, {each["verdict"] for each in findings}) == (5, {"cannot_tell"})
-
-
 @pytest.mark.contract
 @needs_boxes
 def test_a_problem_whose_own_solution_fails_is_named(tmp_path, capsys):
@@ -175,14 +116,6 @@ def test_a_problem_whose_own_solution_fails_is_named(tmp_path, capsys):
     path = config(tmp_path, [{"name": "tests", "use": "code_tests"}], rows=[*PROBLEMS, *PROBLEMS, wrong])
     assert main(["reward-check", "--config", path, "--json"]) == 0
     assert f"{tmp_path}/rows.jsonl:13 is solved by no answer" in capsys.readouterr().err
-
-
-@needs_boxes
-def test_a_test_that_is_no_python_is_refused_with_its_line(tmp_path, capsys):
-    broken = {**PROBLEMS[0], "text": "Add 0.", "test_list": ["assert add_1(1) == 2", "assert add_1(1) =="]}
-    with pytest.raises(DataError, match="is no Python") as refusal:
-        checked(tmp_path, [{"name": "tests", "use": "code_tests"}], capsys, rows=[*PROBLEMS, broken])
-    assert refusal.value.where == f"{tmp_path}/rows.jsonl:7, tests[1]"
 
 
 @pytest.mark.contract
@@ -226,24 +159,12 @@ def test_a_run_that_would_learn_from_such_a_reward_does_not_begin(tmp_path, user
     assert main(["train", "--config", path, *small, "--dry-run"]) == 0
 
 
-@pytest.mark.parametrize("name", ["constant", "has_mark", "raises", "is_short"])
-def test_a_reward_that_cannot_tell_stops_a_run_before_it_trains(user, name):
-    with pytest.raises(RunError, match=f"{name}: ") as refusal:
-        before_training([{"name": "right", "use": "math"}, {"name": name, "use": f"{user}:{name}"}])
-    assert "a model learns what is rewarded" in refusal.value.fix
-
-
 def test_what_is_only_measured_or_judges_form_does_not_stop_a_run(user, capsys):
     form = {"name": "brief", "use": f"{user}:is_short", "judges": "form"}
     measured = {"name": "constant", "use": f"{user}:constant", "weight": 0}
     never = {"name": "never", "use": "regex", "options": {"pattern": "<b>.*</b>"}}
     assert [each.verdict for each in before_training([form, measured, never])] == ["ok", "constant", "constant"]
     assert "the reward never cannot be tried on these rows: everything gets 0" in capsys.readouterr().out
-
-
-def test_rows_without_answers_try_nothing_and_that_is_said(user, capsys):
-    assert before_training([{"name": "constant", "use": f"{user}:constant"}], rows=[{"prompt": "a"}] * 3) == []
-    assert "the rewards are not tried" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -257,20 +178,6 @@ def test_rows_without_answers_try_nothing_and_that_is_said(user, capsys):
 def test_rows_and_rewards_that_do_not_fit_are_refused(tmp_path, capsys, rewards, rows, error, said):
     with pytest.raises(error, match=said):
         checked(tmp_path, rewards, capsys, rows=rows)
-
-
-def test_rows_that_are_left_out_are_said(tmp_path, capsys):
-    from sftplay.runs.reward_check import read_cases
-
-    rows = [
-        {"question": "1", "answer": "2"},
-        {"text": "no answer"},
-        {"question": 7, "answer": "8"},
-        {"question": "2", "answer": "3"},
-    ]
-    cases = read_cases(load_config(config(tmp_path, [{"name": "right", "use": "math"}], rows=rows)), 32)
-    assert [case.gold for case in cases] == ["2", "3"]
-    assert "2 of the first 32 rows cannot be read" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -305,11 +212,8 @@ def test_the_row_that_paid_a_forgery_is_named_however_many_rows_pay_none(tmp_pat
     place = f"{tmp_path}/rows.jsonl:7"
     assert (code, finding["verdict"], finding["in_process"]) == (5, "cannot_tell", [place])
     assert finding["junk"]["a program that forges its verdict"] == pytest.approx(1 / 7)
+    assert {"a program that ends itself", "the first test by heart"} < set(finding["junk"])
     assert finding["paid"] == [f"{place} pays a program that forges its verdict 1"]
-    path = config(tmp_path, [tests], rows=[*PROBLEMS, OBJECTS])
-    with pytest.raises(RunError, match=r"rows\.jsonl:7 pays a program that forges"):
-        reward_check(Namespace(config=path, overrides=[], run=None, input="", n=32, json=False))
-    assert f"in_process, where a program can forge its verdict: {place}" in capsys.readouterr().out
 
 
 def given(tmp_path, rewards, rows):
@@ -343,15 +247,6 @@ def test_the_total_is_unknown_where_a_reward_for_content_is(tmp_path, user, caps
     assert row == {"rewards": {"own": None, "form": 1.0}, "total": None, "verdict": None}
     assert main(given(tmp_path, [{"name": "own", "use": f"{user}:abstains", "weight": 0}, form], rows)) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]["total"] == 1.0
-
-
-@needs_boxes
-def test_given_programs_come_with_their_verdicts(tmp_path, capsys):
-    tests = {"tests": ["assert f(1) == 2"], "entry_point": "f"}
-    rows = [{"completion": f"```python\ndef f(x): return {value}\n```", **tests} for value in ("x + 1", "x")]
-    assert main(given(tmp_path, [{"name": "tests", "use": "code_tests"}], rows)) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert [(row["total"], row["verdict"]["status"]) for row in found] == [(1.0, "ok"), (0.0, "wrong")]
 
 
 @pytest.mark.contract

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("math_verify", reason="needs math-verify: make install EXTRAS=reward")
 
-from sftplay.reward.math_rewards import find_answer, is_equal, last_box, reference_answer, solves
+from sftplay.reward.math_rewards import is_equal, reference_answer, solves
 
 EQUAL = [
     ("1/2", "0.5"), ("\\frac{1}{2}", "0.5"), ("\\frac12", "1/2"), (".5", "1/2"), ("3 1/2", "3.5"),
@@ -91,21 +91,6 @@ def test_a_wrong_result_is_paid_in_no_form():
     assert [form for form in WRONG if pay(form) != 0] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-        ("\\boxed{1} then \\boxed{2}", "2"),
-        ("\\boxed{never closed", ""),
-        ("a #### 3\n#### 4\nmore", "4"),
-        ("the answer is 4\nThe final answer is: 5", "5"),
-        ("only 5", ""),
-    ],
-)
-def test_the_last_answer_that_is_given_counts(text, answer):
-    assert find_answer(text) == answer
-
-
 def test_the_last_number_counts_only_where_that_is_asked_for():
     assert solves(["first 3, then 1,200"], answer=["1200"]) == [0]
     assert solves(["first 3, then 1,200"], answer=["1200"], fallback="last_number") == [1]
@@ -114,4 +99,3 @@ def test_the_last_number_counts_only_where_that_is_asked_for():
 def test_a_reference_may_be_a_whole_solution():
     assert reference_answer("9 * 2 = $<<9*2=18>>18 a day\n#### 18") == "18"
     assert reference_answer("so \\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
-    assert last_box("\\fbox{7}") == "7"

@@ -10,7 +10,7 @@ import pytest
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.errors import ConfigError
-from sftplay.reward.calls import RewardWorker
+from sftplay.reward.reward_set import RewardWorker
 from sftplay.signals import STOP_SIGNALS
 
 USER = """
@@ -30,20 +30,13 @@ def raises(completions, **_):
 def dies(completions, **_):
     os._exit(0)
 
-def ignores_signals(completions, **_):
-    import signal
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while True: time.sleep(60)
-
 class Always(float):
     def __eq__(self, other): return True
     __hash__ = None
 
 def odd(completions, **_):
-    return [True, Always(0.25), math.nan, math.inf, None, "1", 3][: len(completions)]
-
-def leaves(completions, **_):
-    raise SystemExit(3)
+    import fractions, numpy
+    return [True, Always(0.25), math.nan, math.inf, None, "1", numpy.float32(3), fractions.Fraction(1, 4)]
 
 def forks(completions, answer, pid_file, **_):
     pid = os.fork()
@@ -58,18 +51,6 @@ def starts_another(completions, pid_file, **_):
     open(pid_file[0], "w").write(str(pid))
     return [1.0] * len(completions)
 
-def prints(completions, **_):
-    print("from the reward")
-    os.write(1, b"from its descriptor")
-    return [1.0] * len(completions)
-
-def decimals(completions, **_):
-    import decimal, fractions
-    return [decimal.Decimal("0.5"), fractions.Fraction(1, 4)]
-
-def short(completions, **_):
-    return [1.0]
-
 def number(completions, **_):
     return 1.0
 
@@ -77,9 +58,6 @@ def arrays(completions, **_):
     import numpy
     return numpy.arange(len(completions), dtype="float32")
 
-def numpy_scalars(completions, **_):
-    import numpy
-    return [numpy.float32(0.5) for _ in completions]
 """
 
 
@@ -97,10 +75,6 @@ def user(tmp_path_factory):
         each.close()
 
 
-def test_a_user_s_function_gets_the_columns(user):
-    assert user("honest")(["a", "b"], answer=["a", "x"]).values == [1.0, 0.0]
-
-
 def test_a_busy_loop_is_cut_off_and_the_next_call_works(user):
     call = user("loops", 1.0)
     scores = call(["loop", "x"])
@@ -110,18 +84,11 @@ def test_a_busy_loop_is_cut_off_and_the_next_call_works(user):
     assert call(["x"]).values == [1.0]
 
 
-def test_a_process_that_ignores_signals_is_cut_off(user):
-    scores = user("ignores_signals", 1.0)(["x"])
-    assert (scores.values, scores.reasons) == ([None], ["took longer than 1 s"])
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("raises", "raised ZeroDivisionError: no reward today (my rewards.py:13)"),
-        ("leaves", "raised SystemExit: 3 (my rewards.py:31)"),
         ("dies", "its process died"),
-        ("short", "returned 1 values for 2 completions"),
         ("number", "returned a float for 2 completions"),
     ],
 )
@@ -131,19 +98,13 @@ def test_a_function_that_fails_abstains(user, name, reason):
     assert scores.reasons == [reason]
 
 
-def test_only_finite_numbers_count(user):
-    scores = user("odd")(list("abcdefg"))
-    assert scores.values == [1.0, 0.25, None, None, None, None, 3.0]
+def test_finite_numbers_of_any_kind_count_and_nothing_else(user):
+    scores = user("odd")(list("abcdefgh"))
+    assert scores.values == [1.0, 0.25, None, None, None, None, 3.0, 0.25]
     assert type(scores.values[1]) is float
     assert len(scores.reasons) == 4
     assert "returned '1', which is no finite number" in scores.reasons
-
-
-@pytest.mark.parametrize(
-    ("name", "values"), [("arrays", [0.0, 1.0]), ("numpy_scalars", [0.5, 0.5]), ("decimals", [0.5, 0.25])]
-)
-def test_other_kinds_of_numbers_count(user, name, values):
-    assert user(name)(["a", "b"]).values == values
+    assert user("arrays")(["a", "b"]).values == [0.0, 1.0]
 
 
 def test_signals_that_stop_a_run_leave_the_process_alone():
@@ -172,17 +133,18 @@ def test_what_a_function_starts_ends_with_it(user, tmp_path):
     assert call._process is None
 
 
-def test_what_a_function_prints_is_no_output_of_the_command(user, capfd):
-    assert user("prints")(["a"]).values == [1.0]
-    said = capfd.readouterr()
-    assert said.out == ""
-
-
 def test_a_column_replaces_no_option_and_no_completion(tmp_path):
     (tmp_path / "own.py").write_text("def f(completions, most, **_): return [float(len(completions[0]) <= most)]\n")
     call = RewardWorker(f"{tmp_path}/own.py:f", {"most": 3}, deadline_s=HANG_S)
     assert call(["abc"], most=[1], completions=["abcdef"]).values == [1.0]
     call.close()
+
+
+def test_one_answer_that_hangs_a_shipped_reward_costs_only_itself():
+    with closing(RewardWorker("regex", {"pattern": r"(a+)+b"}, deadline_s=10.0)) as call:
+        scores = call(["aab", "a" * 60, "ab"])
+    assert scores.values == [1.0, None, 1.0]
+    assert scores.reasons == ["took longer than 10 s"]
 
 
 def test_a_module_that_ends_its_process_is_refused_by_name(tmp_path):
@@ -192,41 +154,9 @@ def test_a_module_that_ends_its_process_is_refused_by_name(tmp_path):
         call(["a"])
 
 
-class HastyWith(RewardWorker):
-    """Cuts one completion off soon, and gives each other one all the time that a busy machine needs."""
-
-    def __init__(self, hangs, use, options):
-        super().__init__(use, options, deadline_s=HANG_S)
-        self.hangs = hangs
-
-    def _whole(self, completions, columns):
-        self.deadline_s = 2.0 if completions == [self.hangs] else HANG_S
-        return super()._whole(completions, columns)
-
-
-def test_one_answer_that_hangs_a_shipped_reward_costs_only_itself():
-    with closing(HastyWith("a" * 60, "regex", {"pattern": r"(a+)+b"})) as call:
-        scores = call(["aab", "a" * 60, "ab"])
-    assert scores.values == [1.0, None, 1.0]
-    assert scores.reasons == ["took longer than 2 s"]
-
-
-def test_a_reward_whose_process_could_not_start_can_be_closed(monkeypatch):
-    call = RewardWorker("repetition", {}, deadline_s=HANG_S)
-
-    def no_more_processes(_):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", no_more_processes)
-    with pytest.raises(BlockingIOError):
-        call.start()
-    call.stop()
-    call.close()
-
-
 LEFT_OPEN = """
 import sys
-from sftplay.reward.calls import RewardWorker
+from sftplay.reward.reward_set import RewardWorker
 
 if __name__ == "__main__":
     call = RewardWorker("repetition", {}, deadline_s=600.0)
@@ -247,25 +177,11 @@ def test_a_call_that_nobody_closes_does_not_keep_the_interpreter(tmp_path):
     assert not is_alive(int(done.stdout))
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("nowhere.py:f", "no file 'nowhere.py'"),
-        ("json:nothing", "no function 'nothing'"),
-        ("no_such_module:f", "No module"),
-    ],
-)
-def test_a_function_that_is_not_there_is_refused_by_name(name, said):
-    call = RewardWorker(name, {}, deadline_s=HANG_S)
-    with pytest.raises(ConfigError, match=said):
-        call(["a"])
-
-
 def test_a_function_that_takes_too_long_to_load_is_said_so(tmp_path, monkeypatch):
     (tmp_path / "late.py").write_text(
         "import time\nwhile True: time.sleep(60)\ndef f(completions, **_): return [1.0]\n"
     )
-    monkeypatch.setattr("sftplay.reward.calls.START_S", 0.2)
+    monkeypatch.setattr("sftplay.reward.reward_set.START_S", 0.2)
     call = RewardWorker(f"{tmp_path}/late.py:f", {}, deadline_s=HANG_S)
     assert call(["a"]).reasons == ["did not start within 0.2 s"]
     assert call._process is None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from patience import PATIENT
 
-from sftplay.sandbox.boxes.bootstrap import Executor
+from sftplay.sandbox.boxes.executors import Executor
 from sftplay.sandbox.boxes.job import Job, Verdict
 from sftplay.sandbox.boxes.judge import judge
 from sftplay.sandbox.choose import SAFE, WARM, find_problem

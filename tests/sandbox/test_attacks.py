@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,23 +13,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from patience import PATIENT
 from processes import HANG_S
 
 from sftplay.commands.sandbox import BEGIN, END
 from sftplay.sandbox.attacks.suite import (
-    Row,
-    boxed_processes,
     find_hole,
-    format_list,
     read_attacks,
     run_attacks,
-    targets,
-    wait_gone,
 )
-from sftplay.sandbox.boxes.bootstrap import OWNER
 from sftplay.sandbox.boxes.executors import PlainProcess
-from sftplay.sandbox.boxes.job import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,16 +59,6 @@ def test_the_page_names_every_attack_and_none_that_got_through():
     assert named == {(attack.group, attack.name) for attack in ATTACKS}
 
 
-def test_the_list_of_the_self_test_shows_what_got_through_in_bold():
-    held, through, other = ATTACKS[0], ATTACKS[1], ATTACKS[2]
-    verdict = Verdict(status="wrong", mode="pair")
-    rows = [Row(held, verdict, ()), Row(through, verdict, ("it passed",)), Row(other, verdict, ())]
-    assert format_list({"bwrap": rows}).splitlines() == [
-        f"- files, pair, wrong: {held.name}; {other.name}.",
-        f"- files, pair, **it passed**: {through.name}.",
-    ]
-
-
 def test_the_self_test_finds_no_hole_in_a_box_and_many_without_one(executor):
     assert find_hole(executor) == ""
     found = find_hole(PlainProcess())
@@ -111,24 +92,6 @@ def test_a_box_is_the_same_however_many_files_its_opener_has_open(executor):
     chosen = [attack for attack in ATTACKS if attack.name == "puts a pipe of its own where orders come from"]
     rows = run_attacks(executor, chosen=chosen, note=lambda row: None)
     assert [row.problems for row in rows] == [()]
-
-
-WORKS_ON = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (3, 3))\nwhile True: pass"
-"""As an attack that outlived its box: soon its own limit ends it."""
-
-
-def test_a_process_that_works_on_after_its_box_is_found_before_its_own_limit_ends_it():
-    known = boxed_processes()  # of executors that other tests use
-    left = subprocess.Popen([sys.executable, "-c", WORKS_ON], env={OWNER: str(os.getpid())})
-    try:
-        with targets() as reached:
-            assert wait_gone(reached, known=known) == [f"process {left.pid} still works"]
-            left.kill()
-            left.wait()
-            assert wait_gone(reached, known=known) == []
-    finally:
-        left.kill()
-        left.wait()
 
 
 @pytest.mark.slow
@@ -171,19 +134,3 @@ def test_the_harmless_attacks_succeed_where_there_is_no_box():
     rows = run_attacks(PlainProcess(), chosen=chosen, note=lambda row: None)
     assert len(rows) > 25
     assert [row.attack.name for row in rows if row.verdict.status != "ok"] == []
-
-
-@pytest.mark.slow
-def test_none_shouts(sftplay):
-    done = sftplay("sandbox", "--executor", "none")
-    assert done.returncode == 0
-    assert "WITHOUT ANY ISOLATION" in done.stdout + done.stderr
-
-
-def test_python_of_these_tests_is_the_one_in_the_box(executor):
-    box = executor.open(PATIENT)
-    code = "import sys\ndef f(): return list(sys.version_info[:3])"
-    assert box.ask("load", code=code, late_setup="", within_s=HANG_S)["status"] == "ok"
-    answer = box.ask("call", name="f", args=[], named={}, is_encoded=False, within_s=HANG_S)
-    assert answer["value"][1:] == list(sys.version_info[:3])
-    box.close()

@@ -28,10 +28,9 @@ def samples(run: Finished) -> dict[str, list[dict[str, Any]]]:
     ("step", "options"),
     [
         (3, WINDOW | {"tuning__mode": "lora", "tuning__lora__dropout": 0.2}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(2, WINDOW | QLORA, marks=pytest.mark.slow),
     ],
-    ids=["in a second iteration, with an adapter", "on policy", "inside a drawing, in 4 bits"],
+    ids=["in a second iteration, with an adapter", "inside a drawing, in 4 bits"],
 )
 def test_a_resumed_run_draws_pays_and_learns_the_same_bit_for_bit(
     step: int, options: dict[str, Any], prompts: Inputs, tmp_path: Path

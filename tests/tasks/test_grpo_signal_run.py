@@ -35,18 +35,18 @@ def column(run: Finished, name: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_over_100_on_policy_steps_the_base_is_unchanged_and_the_sampler_is_the_model(prompts: Inputs, tmp_path: Path):
+def test_over_40_on_policy_steps_the_base_is_unchanged_and_the_sampler_is_the_model(prompts: Inputs, tmp_path: Path):
     short = {
-        "train__max_steps": 100,
-        "train__save_steps": 25,
+        "train__max_steps": 40,
+        "train__save_steps": 20,
         "grpo__max_completion_length": 6,
         "grpo__logprob_check_steps": 1,
     }
     run = train(tmp_path, prompts, **grpo_options(prompts, tuning__mode="lora", **short))
-    assert column(run, "sampler_kl") == [0.0] * 100
+    assert column(run, "sampler_kl") == [0.0] * 40
     assert 0 < max(column(run, "sampler_gap")) < 1e-5  # rounding: one token at a time with a cache, or all at once
     base = run.folder.read_json("manifest.json")["base_weights"]
-    assert base["unchanged_at_steps"] == [0, 25, 50, 75, 100]
+    assert base["unchanged_at_steps"] == [0, 20, 40]
 
 
 def test_a_run_whose_rewards_are_all_0_stops_and_says_that_it_lacks_a_warm_start(prompts: Inputs, tmp_path: Path):
@@ -54,37 +54,6 @@ def test_a_run_whose_rewards_are_all_0_stops_and_says_that_it_lacks_a_warm_start
     with pytest.raises(RunError, match=r"last 2 steps.* every reward since the first step was 0") as raised:
         train(tmp_path, prompts, **options)
     assert raised.value.exit_code == 5
-
-
-@pytest.mark.slow
-def test_silent_groups_are_drawn_again_and_every_token_is_counted(
-    prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    drawn: list[int] = []
-    real = SamplingMixin._generate_rows
-
-    def counted(self: Any, prompt_ids: Any, *given: Any, **named: Any) -> Any:
-        ids, logps = real(self, prompt_ids, *given, **named)
-        if self._inputs is not None:  # no evaluation
-            drawn.append(sum(map(len, ids)))
-        return ids, logps
-
-    monkeypatch.setattr(SamplingMixin, "_generate_rows", counted)
-    options = paid_by(SILENT, prompts, train__max_steps=8)
-    plain = train(tmp_path / "plain", prompts, **options)
-    drawn.clear()
-    again = train(tmp_path / "again", prompts, **options, grpo__dynamic_sampling_rounds=3)
-
-    last = again.metrics[-1]
-    assert last["generated_tokens"] == sum(drawn)
-    assert len(drawn) > 8
-    assert last["redrawn_groups"] > 0 < last["passed_turns"]
-    shares = [sum(column(run, "zero_variance_share")) for run in (again, plain)]
-    assert shares[0] < 0.5 * shares[1]
-    # what is kept are whole groups of the prompts that were drawn last
-    for path in (again.folder.path / "samples").glob("step-*.jsonl"):
-        rows = [json.loads(line)["prompt_id"] for line in path.read_text().splitlines()]
-        assert all(len(set(rows[n : n + 4])) == 1 for n in (0, 4))
 
 
 @pytest.mark.slow
@@ -168,7 +137,7 @@ def written_down(self: Any, prompt_ids: list[list[int]], *given: Any, **named: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("loss", ["dapo", "dr_grpo"])
 def test_a_step_has_the_same_gradient_whether_silent_groups_are_drawn_or_not(
     loss: str, prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

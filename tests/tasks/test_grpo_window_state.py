@@ -81,11 +81,3 @@ def test_a_drawing_of_other_sizes_is_refused_with_both(change: str, tmp_path: Pa
     said = "inside a rollout batch of 1 processes with 4 micro-batches each; now there are"
     with pytest.raises(RunError, match=re.escape(said)):
         load_window(trainer_with(accum=accum), checkpoint)
-
-
-def test_a_drawing_that_is_missing_is_named(tmp_path: Path):
-    checkpoint = saved(tmp_path, step=1, accum=2)
-    window_path(checkpoint).unlink()
-    with pytest.raises(RunError, match="the completions of its rollout batch are missing") as refused:
-        load_window(trainer_with(accum=2), checkpoint)
-    assert refused.value.where.endswith("checkpoint-1/drawing-0.safetensors")

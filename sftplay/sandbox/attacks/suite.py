@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-from sftplay.sandbox.boxes.bootstrap import OWNER, Executor
 from sftplay.sandbox.boxes.box import START_S
+from sftplay.sandbox.boxes.executors import OWNER, Executor
 from sftplay.sandbox.boxes.job import Job, Limits, Status, Verdict
 from sftplay.sandbox.boxes.judge import judge
 

@@ -1,10 +1,12 @@
-"""Boxes by bubblewrap, by limits of the kernel, by a plain process, and kept warm."""
+"""Boxes by bubblewrap, by limits of the kernel, by a plain process, and kept warm; and what starts inside them."""
 
 from __future__ import annotations
 
 import marshal
 import os
 import platform
+import random
+import resource
 import select
 import shutil
 import signal
@@ -14,18 +16,214 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from sftplay.errors import MachineError
-from sftplay.sandbox.boxes import bootstrap
-from sftplay.sandbox.boxes.bootstrap import Executor, new_pipes, start_box
+from sftplay.errors import ConfigError, MachineError
 from sftplay.sandbox.boxes.box import START_S, Box, Lost, Pipes, is_ready
 from sftplay.sandbox.boxes.job import Limits
-from sftplay.sandbox.inside import server
+from sftplay.sandbox.inside import agent, plain, server
+
+BOOT = """
+import os, sys, marshal
+if FD > 3:
+    os.dup2(FD, 3)
+    os.close(FD)
+    FD = 3
+def take():
+    size, parts = 4, b""
+    while len(parts) < size:
+        parts += os.read(FD, size - len(parts)) or os._exit(3)
+    size, parts = int.from_bytes(parts, "little"), b""
+    while len(parts) < size:
+        parts += os.read(FD, size - len(parts)) or os._exit(3)
+    return marshal.loads(parts)
+modules, hello = take()
+for name, code in modules:
+    sys.modules[name] = module = type(sys)(name)
+    if code: exec(code, vars(module))
+del name, code, take
+module.main(FD, hello)
+"""
+
+OWNER = "SFTPLAY_BOX"
+"""The variable by which a process in a box can be told from all others on the machine: the pid of who opened it."""
+
+
+def package_folders(packages: Sequence[str]) -> tuple[Path, ...]:
+    """Find the folders of packages that programs may import, and of the shared libraries that came with them. Raise
+    ConfigError where one is not installed here, or is a single file.
+    """
+    folders = []
+    for name in packages:
+        found = find_spec(name) if name.isidentifier() else None
+        if found is None or not found.submodule_search_locations:
+            fix = "install it, or leave it out; give names as `import` takes them"
+            raise ConfigError(f"no package is called {name!r} here", where="packages", fix=fix)
+        folder = Path(next(iter(found.submodule_search_locations)))
+        folders += [path for path in (folder, folder.with_name(f"{name}.libs")) if path.is_dir()]
+    return tuple(folders)
+
+
+def environment(folder: str, *, site: str = "") -> dict[str, str]:
+    """Return all the variables of a program in the box; `site` holds the packages that it may import."""
+    return {
+        **({"PYTHONPATH": site} if site else {}),
+        "PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+        "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", OWNER: str(os.getpid()),
+    }  # fmt: skip
+
+
+def interpreter() -> Path:
+    """Find the Python that runs the programs: the one below this environment, without its packages."""
+    return Path(getattr(sys, "_base_executable", "") or sys.executable).resolve()
+
+
+@cache
+def is_part_of_system() -> bool:
+    """True when the interpreter belongs to the system's own folders, which a box has anyway."""
+    return Path(sys.base_prefix) == Path("/usr")
+
+
+@cache
+def is_closed_to_others() -> bool:
+    """True when another user cannot read the interpreter, because it lies below a home folder."""
+    prefix = Path(sys.base_prefix).resolve()
+    return any(not folder.stat().st_mode & 0o001 for folder in (prefix, *prefix.parents))
+
+
+@cache
+def _modules(last: ModuleType) -> tuple[tuple[str, Any], ...]:
+    parents = [(name, None) for name in ("sftplay", "sftplay.sandbox", "sftplay.sandbox.inside")]
+    loaded = []
+    for module in dict.fromkeys((plain, agent, last)):
+        path = Path(str(module.__file__))
+        loaded.append((module.__name__, compile(path.read_text(encoding="utf-8"), path.name, "exec")))
+    return (*parents, *loaded)
+
+
+def boot_command(python: str, fd: int) -> list[str]:
+    """Return the command of the program inside the box; it takes its modules from the descriptor.
+
+    Inside, the descriptor becomes number 3: a program must find the same box however many files this process has open.
+    """
+    # Neither the user's packages, nor the site's, nor bytecode files, nor the script's folder. -I would ignore
+    # PYTHONHASHSEED, and a program that prints a set would be judged by chance.
+    return [python, "-s", "-S", "-B", "-P", "-c", f"FD={fd}\n{BOOT}"]
+
+
+def first_message(hello: dict[str, Any], *, program: ModuleType = agent) -> bytes:
+    """Return what the program inside waits for first: its modules, and what it must give up."""
+    content = marshal.dumps((_modules(program), hello))
+    return len(content).to_bytes(4, "little") + content
+
+
+def make_hello(
+    limits: Limits,
+    *,
+    folder: str,
+    user: int = 0,
+    keeps_reading: bool = False,
+    limits_processes: bool = True,
+    filter: bytes = b"",
+) -> dict[str, Any]:
+    """Say what the program inside must do before it runs anything.
+
+    It works in `folder` and becomes `user`; with 0 it stays who it is. With `keeps_reading` it may, as that user, still
+    read what a file's mode keeps from others. `filter` refuses system calls, where nothing outside does it. The kernel
+    counts processes by user: without a user for the box, `limits_processes` would count the whole machine's.
+    """
+    rlimits = [
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_CPU, int(limits.timeout_s) + 2),
+        (resource.RLIMIT_FSIZE, limits.file_bytes),
+        (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_STACK, limits.stack_bytes),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (11, 256),  # RLIMIT_SIGPENDING: signals and timers that wait; they count for the user's other processes
+    ]
+    if limits_processes:
+        rlimits.append((resource.RLIMIT_NPROC, limits.processes))
+    return {
+        "folder": folder, "user": user, "keeps_reading": keeps_reading, "filter": filter, "limits": rlimits,
+        "recursion": 1_000, "disk_bytes": limits.disk_bytes,
+    }  # fmt: skip
+
+
+def unused_user() -> int:
+    """Choose a user id that nobody has, another one for each box.
+
+    The kernel counts processes by user: boxes of one user would take each other's. Outside a user namespace of its own
+    the ids go to 4 billion; in a container often only to 65,535.
+    """
+    if os.getuid() != 0:
+        return 0
+    mapped = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    end = max(first + count for first, _, count in mapped)
+    low, high = (1 << 30, (1 << 31) - 2) if end > 1 << 31 else (max(1, end - 4_000), end - 2)
+    return random.SystemRandom().randrange(low, high)
+
+
+class Executor:
+    """Opens boxes, for one thread at a time. Nothing is kept running between boxes unless a subclass does so."""
+
+    name: str
+
+    def open(self, limits: Limits) -> Box:
+        """Open a box and wait until it stands. It raises `Lost` with `infra` where it does not."""
+        raise NotImplementedError
+
+    def renew(self) -> bool:
+        """Say whether what is kept running has died since the last time: a program may not be at fault."""
+        return False
+
+    def close(self) -> None:
+        """End what is kept running between boxes."""
+
+
+@contextmanager
+def new_pipes() -> Iterator[tuple[Pipes, socket.socket, int]]:
+    """Make pipes to a new box: our ends, then the box's socket and where its output goes.
+
+    The box's ends are closed here at the end, and ours too where nothing could be started. Raise Lost with `infra`
+    where the machine refused: no such program, no more processes, no more open files.
+    """
+    with ExitStack() as ours, ExitStack() as the_box:
+        try:
+            near, far = socket.socketpair()
+            ours.callback(near.close)
+            the_box.callback(far.close)
+            reading, writing = os.pipe()
+            ours.callback(os.close, reading)
+            the_box.callback(os.close, writing)
+            yield Pipes(near.fileno(), None, reading), far, writing
+        except OSError as error:
+            raise Lost("infra", f"the box did not start: {error}") from error
+        ours.pop_all()
+        near.detach()
+
+
+def start_box(box: Box, first_message: bytes = b"") -> Box:
+    """Send the box what it waits for, if that is not there yet; return it as soon as it stands. Raise Lost with `infra`
+    where it did not start.
+    """
+    try:
+        if first_message:
+            box.send_first(first_message)
+        box.wait_ready()
+    except BaseException:
+        box.close()
+        raise
+    return box
+
 
 ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 EPERM, ENOSYS = 1, 38
@@ -129,27 +327,27 @@ class Landlock(Executor):
         if has < needs:
             raise MachineError(f"the kernel's landlock is version {has} of {needs}", where="sandbox", fix="use bwrap")
         self._filter = build_filter(keeps_marks=os.getuid() != 0)
-        self._packages = bootstrap.package_folders(packages)
+        self._packages = package_folders(packages)
 
     def open(self, limits: Limits) -> Box:
         import sandlock
 
         top = self._folders()
         work, storage, site = top / "work", top / "storage", top / "site"
-        user = bootstrap.unused_user()
-        python = bootstrap.interpreter() if bootstrap.is_part_of_system() else Path(sys.base_prefix).resolve()
+        user = unused_user()
+        python = interpreter() if is_part_of_system() else Path(sys.base_prefix).resolve()
         readable = [*map(Path, (*READABLE, *DEVICES)), python, *self._packages]
         box = sandlock.Sandbox(
             fs_readable=[*(str(path) for path in readable if path.exists()), str(site)],
             fs_writable=[str(work)], cwd=str(work), workdir=str(work),
             fs_storage=str(storage), max_disk=limits.disk_bytes, on_exit=sandlock.BranchAction.ABORT,
             on_error=sandlock.BranchAction.ABORT, clean_env=True,
-            env=bootstrap.environment(str(work), site=str(site) if self._packages else ""),
+            env=environment(str(work), site=str(site) if self._packages else ""),
             max_processes=limits.processes, no_coredump=True,
         )  # fmt: skip
         piped = sandlock.StdioMode.PIPED
         try:
-            command = bootstrap.boot_command(str(bootstrap.interpreter()), 0)
+            command = boot_command(str(interpreter()), 0)
             process = box.popen(command, stdin=piped, stdout=piped, stderr=piped)
             fds = [os.dup(stream.fileno()) for stream in (process.stdout, process.stdin, process.stderr)]
         except (RuntimeError, OSError, sandlock.SandlockError) as error:
@@ -163,11 +361,11 @@ class Landlock(Executor):
             process.wait(timeout=60.0)
             shutil.rmtree(top, ignore_errors=True)
 
-        hello = bootstrap.make_hello(
-            limits, folder=str(work), user=user, keeps_reading=user != 0 and bootstrap.is_closed_to_others(),
+        hello = make_hello(
+            limits, folder=str(work), user=user, keeps_reading=user != 0 and is_closed_to_others(),
             limits_processes=user != 0, filter=self._filter,
         )  # fmt: skip
-        return start_box(Box(Pipes(*fds), limits=limits, kill=kill), bootstrap.first_message(hello))
+        return start_box(Box(Pipes(*fds), limits=limits, kill=kill), first_message(hello))
 
     def _folders(self) -> Path:
         """Make a folder, and in it one to work in, one for what sandlock keeps, and one with links to the packages."""
@@ -191,14 +389,14 @@ class PlainProcess(Executor):
 
     def __init__(self, packages: Sequence[str] = ()) -> None:
         """`packages`: those that programs may import. With them come all others in the same folder."""
-        self._site = os.pathsep.join({str(folder.parent): "" for folder in bootstrap.package_folders(packages)})
+        self._site = os.pathsep.join({str(folder.parent): "" for folder in package_folders(packages)})
 
     def open(self, limits: Limits) -> Box:
         with new_pipes() as (pipes, far, writing):
             folder = tempfile.mkdtemp(prefix="sftplay-unboxed-")
             process = subprocess.Popen(
-                bootstrap.boot_command(str(bootstrap.interpreter()), far.fileno()),
-                env=bootstrap.environment(folder, site=self._site),
+                boot_command(str(interpreter()), far.fileno()),
+                env=environment(folder, site=self._site),
                 stdin=subprocess.DEVNULL, stdout=writing, stderr=writing, cwd="/",
                 pass_fds=(far.fileno(),), start_new_session=True,
             )  # fmt: skip
@@ -208,8 +406,8 @@ class PlainProcess(Executor):
             process.wait()
             shutil.rmtree(folder, ignore_errors=True)
 
-        hello = bootstrap.make_hello(limits, folder=folder)
-        return start_box(Box(pipes, limits=limits, kill=kill), bootstrap.first_message(hello))
+        hello = make_hello(limits, folder=folder)
+        return start_box(Box(pipes, limits=limits, kill=kill), first_message(hello))
 
 
 WORK, PREFIX, SITE = "/w", "/py", "/site"
@@ -233,15 +431,15 @@ class Bwrap(Executor):
             raise MachineError("bubblewrap is not installed", where="sandbox", fix=INSTALL)
         self._program = found
         self._filter = build_filter()
-        self._packages = bootstrap.package_folders(packages)
+        self._packages = package_folders(packages)
         # Of bubblewrap itself, too: it stays the first process in the box, where its variables can be read.
-        self._environment = bootstrap.environment(WORK, site=SITE if packages else "")
+        self._environment = environment(WORK, site=SITE if packages else "")
         prefix, libraries = str(Path(sys.base_prefix).resolve()), str(sysconfig.get_config_var("LIBDIR") or "")
-        if not bootstrap.is_part_of_system() and libraries.startswith(prefix):
+        if not is_part_of_system() and libraries.startswith(prefix):
             self._environment["LD_LIBRARY_PATH"] = PREFIX + libraries.removeprefix(prefix)
 
     def open(self, limits: Limits) -> Box:
-        user = bootstrap.unused_user()
+        user = unused_user()
         with new_pipes() as (pipes, far, writing), open(os.memfd_create("filter"), "w+b") as code:
             code.write(self._filter)
             code.seek(0)
@@ -255,7 +453,7 @@ class Bwrap(Executor):
             return process.poll() == -signal.SIGKILL  # no program sees bubblewrap: another did it
 
         box = Box(pipes, limits=limits, kill=kill, is_cut=is_cut)
-        return start_box(box, bootstrap.first_message(bootstrap.make_hello(limits, folder=WORK, user=user)))
+        return start_box(box, first_message(make_hello(limits, folder=WORK, user=user)))
 
     def _spawn(
         self, limits: Limits, fd: int, *, user: int, filter_fd: int | None = None, output: int = subprocess.DEVNULL
@@ -265,8 +463,8 @@ class Bwrap(Executor):
         A signal to a process group crosses namespaces: without a session of its own a program could end bubblewrap,
         where both belong to one ordinary user.
         """
-        python = str(bootstrap.interpreter())
-        if not bootstrap.is_part_of_system():
+        python = str(interpreter())
+        if not is_part_of_system():
             python = f"{PREFIX}/{Path(python).relative_to(Path(sys.base_prefix).resolve())}"
         rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         if not user:
@@ -277,7 +475,7 @@ class Bwrap(Executor):
             *(("--proc", "/proc") if filter_fd is None else ("--seccomp", str(filter_fd))),
             *(word for path in self._packages for word in ("--ro-bind", str(path), f"{SITE}/{path.name}")),
             "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", WORK, "--remount-ro", "/", "--chdir", WORK,
-            "--", *bootstrap.boot_command(python, fd),
+            "--", *boot_command(python, fd),
         ]  # fmt: skip
         return subprocess.Popen(
             argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/",
@@ -298,8 +496,8 @@ def _file_system() -> tuple[str, ...]:
             words += ["--ro-bind", str(path), str(path)]
     for device in DEVICES:
         words += ["--dev-bind", device, device]
-    if bootstrap.is_part_of_system():
-        python = str(bootstrap.interpreter())
+    if is_part_of_system():
+        python = str(interpreter())
         words += ["--ro-bind", python, python]
     else:
         words += ["--ro-bind", str(Path(sys.base_prefix).resolve()), PREFIX]
@@ -329,7 +527,7 @@ class WarmBwrap(Bwrap):
     def _fork(self, limits: Limits) -> Box:
         orders = self._orders or self._start()
         number = next(self._numbers)
-        hello = bootstrap.make_hello(limits, folder=WORK, filter=self._filter)
+        hello = make_hello(limits, folder=WORK, filter=self._filter)
         with new_pipes() as (pipes, far, writing):
             socket.send_fds(orders, [marshal.dumps(("start", number, hello))], [far.fileno(), writing])
         return start_box(Box(pipes, limits=limits, kill=lambda: self._kill(number, orders)))
@@ -352,13 +550,13 @@ class WarmBwrap(Bwrap):
 
     def _start(self) -> socket.socket:
         orders, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        user = bootstrap.unused_user()
+        user = unused_user()
         self._orders = orders
-        hello = bootstrap.make_hello(Limits(), folder=WORK, user=user)
+        hello = make_hello(Limits(), folder=WORK, user=user)
         try:
             with far:
                 self._process = self._spawn(Limits(), far.fileno(), user=user)
-            orders.sendall(bootstrap.first_message(hello, program=server))
+            orders.sendall(first_message(hello, program=server))
             if not is_ready(orders.fileno(), select.POLLIN, within_s=START_S) or orders.recv(16) != b"ready":
                 raise OSError("it did not start")
         except OSError as error:

@@ -16,8 +16,7 @@ import signal
 import socket
 from typing import Any
 
-from sftplay.sandbox.inside.agent import Channel, serve
-from sftplay.sandbox.inside.rights import become, install_filter, set_capabilities, take_limits
+from sftplay.sandbox.inside.agent import Channel, become, install_filter, serve, set_capabilities, take_limits
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8

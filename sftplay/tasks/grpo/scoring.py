@@ -21,10 +21,9 @@ from sftplay.config.run import RunConfig
 from sftplay.data.order import training_order
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.reward.calls import RewardValues
-from sftplay.reward.code_answer import How
-from sftplay.reward.code_rewards import NO_CODE
+from sftplay.reward.code_rewards import NO_CODE, How
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, aligned, combined
+from sftplay.reward.table import RewardValues
 from sftplay.sandbox.boxes.job import Status
 from sftplay.train.metrics import Observer
 

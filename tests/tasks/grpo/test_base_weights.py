@@ -40,7 +40,7 @@ def vllm_generation(model: Any) -> Any:
     return generation
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("place", [0, 12_345, -1])
 def test_one_flipped_bit_anywhere_is_another_digest(dtype: torch.dtype, place: int):
     tensor = torch.zeros(CHUNK_WORDS * 8 // dtype.itemsize + 5, dtype=dtype)
@@ -48,14 +48,6 @@ def test_one_flipped_bit_anywhere_is_another_digest(dtype: torch.dtype, place: i
     assert compute_digest(tensor.clone()) == digest
     tensor.view(torch.uint8)[place * dtype.itemsize if place >= 0 else -1] ^= 1
     assert compute_digest(tensor) != digest
-
-
-def test_numbers_that_change_places_are_another_digest_as_is_another_dtype():
-    tensor = torch.arange(64.0)
-    assert compute_digest(tensor.roll(8)) != compute_digest(tensor)
-    assert compute_digest(tensor.view(torch.int32)) != compute_digest(tensor)
-    assert compute_digest(tensor.reshape(8, 8)) != compute_digest(tensor)
-    assert compute_digest(tensor[3:60:2]) == compute_digest(tensor[3:60:2].clone())
 
 
 def watch(model: Any, tmp_path: Any) -> WatchBaseWeights:
@@ -79,22 +71,6 @@ def test_a_base_that_is_merged_and_unmerged_in_16_bits_ends_the_run(tmp_path):
     with pytest.raises(RunError, match=r"frozen weights have changed by step 7: base_model\.model\.model\.layers"):
         watcher.on_train_end(**at(7))
     assert RunFolder(tmp_path).read_json("manifest.json")["base_weights"]["unchanged_at_steps"] == [0, 5]
-
-
-def test_training_the_adapter_leaves_the_digest_and_the_manifest_says_so(tmp_path):
-    model = adapted(torch.float32)
-    watcher = watch(model, tmp_path)
-    watcher.on_train_begin(**at(0))
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
-    for _ in range(2):
-        model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
-        optimizer.step()
-    watcher.on_save(**at(2))
-    watcher.on_train_end(**at(2))
-    facts = RunFolder(tmp_path).read_json("manifest.json")["base_weights"]
-    assert facts["unchanged_at_steps"] == [0, 2]
-    assert facts["tensors"] == len(compute_frozen_digests(model)) == 21
-    assert len(facts["sha256"]) == 1
 
 
 def test_trl_itself_changes_a_16_bit_base_that_it_sends_and_copies_do_not():

@@ -21,9 +21,8 @@ DROPOUT = {"tuning__mode": "lora", "tuning__lora__dropout": 0.3, "train__learnin
 """The adapter is 0 in the first step and far from it in the second one."""
 
 
-@pytest.mark.parametrize("window", [{}, {"grpo__num_iterations": 2, "grpo__beta": 0.1}])
 def test_the_tokens_of_a_drawing_have_the_probabilities_with_which_they_were_drawn(
-    window: dict[str, Any], prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     gaps, dropped = list[float](), list[float]()
     compare = LogprobCheck.compare
@@ -36,6 +35,7 @@ def test_the_tokens_of_a_drawing_have_the_probabilities_with_which_they_were_dra
         compare(self, sampled=sampled, before=before, mask=mask)
 
     monkeypatch.setattr(LogprobCheck, "compare", noted)
+    window = {"grpo__num_iterations": 2, "grpo__beta": 0.1}
     steps = {"train__max_steps": 4, "grpo__logprob_check_steps": 1}
     run = train(tmp_path, prompts, **grpo_options(prompts, **DROPOUT, **steps, **window))
     assert max(gaps) < 1e-4  # rounding

@@ -9,8 +9,8 @@ import pytest
 from processes import HANG_S
 
 from sftplay import log
-from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
+from sftplay.reward.table import RewardValues
 from sftplay.tasks.grpo.scoring import (
     MAX_SKIPPED_TURNS,
     DynamicSampler,
@@ -49,10 +49,6 @@ def score_local(inputs: list[dict[str, Any]], places: list[int]) -> ScoredBatch:
     return ScoredBatch(
         names=("r",), weights=(1.0,), rows=rows, completions=[str(row) for row in rows], rewards=scored, prompts=words
     )
-
-
-def as_one(ranks: list[ScoredBatch]) -> ScoredBatch:
-    return ScoredBatch.concatenate(ranks)
 
 
 class World:
@@ -98,7 +94,7 @@ class World:
 
             def score(rows: list[dict[str, Any]], ids: list[list[int]]) -> ScoredBatch:
                 assert [each[0] for each in ids] == [row["row"] for row in rows]
-                return as_one(self.gather(score_local(rows, list(range(len(rows))))))
+                return ScoredBatch.concatenate(self.gather(score_local(rows, list(range(len(rows))))))
 
             local = LocalBatch(inputs, [row["prompt"] for row in inputs], *generate([row["prompt"] for row in inputs]))
             scored, resampled = sampler.resample(
@@ -113,10 +109,6 @@ class World:
             thread.join()
         assert all(results)
         return results
-
-
-def test_only_groups_whose_known_rewards_are_equal_are_silent():
-    assert find_zero_variance_groups([1.0, 1.0, 0.0, 1.0, None, None, None, 0.5, 0.2, 0.2 + 1e-9], 2) == [0, 2, 3]
 
 
 def test_silent_groups_get_other_prompts_until_none_is_silent_or_the_bound_is_reached(monkeypatch: pytest.MonkeyPatch):
@@ -165,17 +157,6 @@ def test_a_silent_prompt_passes_its_next_turns_and_comes_back():
     assert not reserve.skips_turn(20)
 
 
-def test_the_turn_of_a_silent_prompt_goes_to_another_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch):
-    world = World(1, monkeypatch, rounds=1)
-    world.here.rank = 0
-    for row in ROWS:
-        world.samplers[0].reserve.record(row, has_zero_variance=has_zero_variance(row))
-    inputs = [{"prompt": [row], "row": row, "columns": {}} for row in [0] * GROUP + [10] * GROUP]
-    assert world.samplers[0].replace_skipped_prompts(inputs, [row["row"] for row in inputs]) == 1
-    assert [row["row"] for row in inputs[:GROUP]] == [0] * GROUP
-    assert {row["row"] for row in inputs[GROUP:]} <= {30, 60, 90}  # not silent, and not the one that is there
-
-
 def test_the_reserve_shows_every_prompt_once_before_any_comes_again_and_goes_on_from_its_state():
     reserve = Reserve(ROWS, seed=5)
     assert sorted(reserve.take(()) for _ in ROWS) == ROWS
@@ -192,13 +173,6 @@ def test_where_every_prompt_is_silent_or_taken_nothing_is_drawn_again(monkeypatc
     reserve.record(ROWS[0], has_zero_variance=True)
     assert reserve.take({ROWS[1]}) == ROWS[2]
     assert reserve.take(set(ROWS[1:3])) is None
-    world = World(1, monkeypatch, rounds=9)
-    for row in ROWS:
-        world.samplers[0].reserve.record(row, has_zero_variance=True)
-    world.samplers[0].reserve.turns_to_skip.clear()
-    [(_, scored, resampled)] = world.sample([10, 20])
-    assert (scored.rows, resampled) == ([10] * GROUP + [20] * GROUP, 0)
-    assert world.generated == [[2 * GROUP]]
     monkeypatch.setattr("test_dynamic_sampling.has_zero_variance", lambda _: True)
     silent = World(1, monkeypatch, rounds=2)
     assert silent.sample([0, 10])[0][2] == 4

@@ -71,14 +71,6 @@ def test_the_first_answers_are_those_of_plain_greedy_generation(run: Finished, i
         assert line["prompt"] == prompt[0]["content"]
 
 
-def test_a_measurement_that_is_there_is_read_and_not_made_again(run: Finished):
-    evaluation = next(each for each in run.trainer.callback_handler.callbacks if isinstance(each, EvaluatePrompts))
-    before = (run.folder.eval / "step-2.json").read_text()
-    with patch.object(type(run.trainer), "_generate_single_turn", side_effect=AssertionError):
-        evaluation.evaluate(2)
-    assert (run.folder.eval / "step-2.json").read_text() == before
-
-
 @pytest.mark.slow
 def test_what_is_learned_does_not_depend_on_how_often_it_is_measured(run: Finished, inputs: Inputs, tmp_path: Path):
     with patch.object(EvaluatePrompts, "evaluate", lambda self, step: None):

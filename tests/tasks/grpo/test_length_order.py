@@ -1,14 +1,20 @@
-"""Rows of a step in another order: the loss and its gradient stay TRL's."""
+"""Rows as the trainer gets them, and in another order: the loss and its gradient stay TRL's."""
 
 from __future__ import annotations
 
+import json
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
+from datasets import Dataset
 from grpo_toy import grpo_trainer, letter_tokenizer, tiny_llama
 
+from sftplay.data.questions import Questions
 from sftplay.tasks.grpo.sampling import (
+    PromptRows,
     depends_on_cut,
     has_relative_positions,
     order_by_length,
@@ -66,7 +72,6 @@ LOSSES = [
     {"loss_type": "dr_grpo", "delta": 1.6},
     {"loss_type": "dapo", "beta": 0.1},
     {"loss_type": "cispo", "epsilon_high": 1.5},
-    {"loss_type": "sapo"},
     {"loss_type": "vespo"},
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"loss_type": "grpo", "importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.1},
@@ -145,12 +150,6 @@ def test_rows_stay_in_their_optimizer_step_and_all_their_columns_move_together()
     assert widths[0] >= widths[1]
 
 
-def test_what_is_not_known_is_left_as_it_is():
-    batches = [{**batch, "pixel_values": torch.zeros(4)} for batch in make_batches(40)]
-    assert order_by_length(batches, accum=ACCUM, trims_prompts=True) == batches
-    assert order_by_length(batches[:3], accum=2, trims_prompts=True) == batches[:3]
-
-
 def test_a_model_with_learned_places_keeps_the_padding_before_its_prompts():
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -161,3 +160,20 @@ def test_a_model_with_learned_places_keeps_the_padding_before_its_prompts():
     kept = order_by_length(batches, accum=ACCUM, trims_prompts=False)
     assert {batch["prompt_ids"].size(1) for batch in kept} == {10}
     assert min(batch["completion_ids"].size(1) for batch in kept) < 12
+
+
+def test_rows_go_to_the_trainer_as_they_are_and_each_is_read_once():
+    content = [json.dumps({"question": f"q{n}", "columns": {"tests": [f"t{n}"]}}) for n in range(3)]
+    questions = Questions(Dataset.from_dict({"row": [4, 5, 6], "input_ids": [[1], [2], [3]], "content": content}))
+    rows = PromptRows(questions, [2, 0])
+    batch = [rows[0], rows[0], rows[1]]
+    assert all(sent is row for sent, row in zip(send_to_device(batch, torch.device("cpu")), batch, strict=True))
+    expected = {"prompt": [3], "row": 6, "question": "q2", "columns": {"tests": ["t2"]}}
+    assert batch[0] == batch[1] == expected
+    copied = deepcopy(batch[0]["prompt"])
+    assert copied == [3]
+    assert copied is not batch[0]["prompt"] is not batch[1]["prompt"]
+    questions.rows = None  # nothing more is read
+    assert rows[0] == expected
+    with pytest.raises(TypeError):
+        PromptRows(questions)[1]

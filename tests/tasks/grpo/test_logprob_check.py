@@ -24,8 +24,7 @@ def draw(model: Any, **named: Any) -> tuple[torch.Tensor, list[list[float]]]:
     return drawn, rows
 
 
-@pytest.mark.parametrize("has_adapter", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(("has_adapter", "temperature"), [(False, 1.0), (True, 0.5)])
 def test_what_is_noted_is_what_plain_transformers_gives_for_the_whole_text(has_adapter: bool, temperature: float):
     model: Any = tiny_llama(letter_tokenizer())
     if has_adapter:
@@ -41,42 +40,12 @@ def test_what_is_noted_is_what_plain_transformers_gives_for_the_whole_text(has_a
     assert "generate" not in vars(model)
 
 
-def test_a_draw_from_few_tokens_is_noted_as_such():
-    model = tiny_llama(letter_tokenizer())
-    torch.manual_seed(0)
-    _, rows = draw(model, top_p=1e-6, eos_token_id=None)
-    assert rows == [[0.0] * 9] * 2  # the likeliest token alone is left: it is certain
-
-
-def test_rows_of_several_calls_follow_each_other_and_one_that_failed_leaves_none():
-    model: Any = tiny_llama(letter_tokenizer())
-    ids = torch.tensor(PROMPTS)
-    with record_logprobs(model) as rows, torch.no_grad():
-        with pytest.raises(RuntimeError):
-            model.generate(input_ids=ids, max_new_tokens=3, stopping_criteria=[fail])
-        for n in (0, 1):
-            model.generate(input_ids=ids[n : n + 1], do_sample=True, max_new_tokens=2 + n, eos_token_id=None)
-    assert [len(row) for row in rows] == [2, 3]
-
-
-def fail(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-    raise RuntimeError("out of memory")
-
-
 def test_the_figures_by_hand():
     check = LogprobCheck(1)
-    check.trained_logps = torch.tensor([[-1.0, -2.0, -9.0]])
-    mask = torch.tensor([[1, 1, 0]])
-    check.compare(sampled=torch.tensor([[-1.5, -2.0, 0.0]]), before=None, mask=mask)
-    check.compare(sampled=None, before=torch.tensor([[-1.5, -2.0, 0.0]]), mask=mask)
-    # |0.5| and |0| over two tokens; e^0.5 - 1 - 0.5 and 0 over two tokens
-    assert check.take(Heartbeat()) == {"sampler_gap": 0.25, "sampler_kl": pytest.approx(0.14872127 / 2, rel=1e-5)}
+    check.trained_logps = torch.tensor([[-1.0, -2.0, -3.0, -9.0]])
+    mask = torch.tensor([[1, 1, 1, 0]])
+    check.compare(sampled=torch.tensor([[-1.5, -2.0, torch.nan, 0.0]]), before=None, mask=mask)  # vLLM may not know one
+    check.compare(sampled=None, before=torch.tensor([[-1.5, -2.0, -3.0, 0.0]]), mask=mask)
+    # |0.5| and |0| over two tokens; e^0.5 - 1 - 0.5 over three
+    assert check.take(Heartbeat()) == {"sampler_gap": 0.25, "sampler_kl": pytest.approx(0.14872127 / 3, rel=1e-5)}
     assert check.take(Heartbeat()) == {"sampler_gap": None, "sampler_kl": None}
-
-
-def test_equal_numbers_are_0_and_a_number_that_vllm_does_not_know_is_left_out():
-    check = LogprobCheck(1)
-    check.trained_logps = torch.tensor([[-1.25, -2.5]])
-    known = torch.tensor([[-1.25, float("nan")]])
-    check.compare(sampled=known, before=check.trained_logps.clone(), mask=torch.ones(1, 2))
-    assert check.take(Heartbeat()) == {"sampler_gap": 0.0, "sampler_kl": 0.0}

@@ -1,11 +1,13 @@
-"""A completion whose reward for content has no value: TRL's own advantages, figures and silent groups go without it."""
+"""A completion whose reward for content has no value: TRL's own advantages, figures and silent groups go without it.
+
+And the shares of programs in a line of metrics, next to hand counts.
+"""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 from statistics import fmean, stdev
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,9 @@ import torch
 from grpo_toy import grpo_trainer
 from trl import GRPOTrainer
 
-from sftplay.config.run import RunConfig
-from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
-from sftplay.tasks.grpo.scoring import DynamicSampler, ScoredBatch
-from sftplay.tasks.grpo.watch import SignalHealth
+from sftplay.reward.table import RewardValues
+from sftplay.tasks.grpo.scoring import DynamicSampler, ScoredBatch, compute_program_figures
 
 WEIGHTS = (1.0, 0.1)
 CONTENT: list[float | None] = [1.0, 0.0, None, 1.0, 1.0, 1.0, 1.0, None]
@@ -80,12 +80,22 @@ def test_a_prompt_passes_no_turn_because_of_rewards_that_are_not_known():
     assert sampler.reserve.zero_variance == {10: 1}
 
 
-def config(**keys: Any) -> RunConfig:
-    return RunConfig.model_validate({"model": {"name": "m"}, "task_mode": "grpo", **keys})
+TRIED: list[dict[str, Any] | None] = [
+    {"how": "labelled", "status": "ok", "hidden_pass": True},
+    {"how": "labelled", "status": "wrong", "hidden_pass": True},
+    {"how": "unclosed", "status": "timeout", "hidden_pass": False},
+    {"how": "none", "status": "no_code", "hidden_pass": False},
+    {"status": "infra"},
+]
 
 
-def test_a_step_without_a_known_reward_is_no_step_without_a_signal():
-    watch = SignalHealth(config(grpo={"stop_without_signal": 1}))
-    watch.trainer = SimpleNamespace(rollout_figures=scored_batch(content=[None] * 8).compute_figures(4))
-    watch.on_step_end(None, SimpleNamespace(global_step=1), None)
-    assert watch.steps_without == 0
+def test_shares_of_what_became_of_programs_and_how_they_were_found_stand_in_a_line_of_metrics():
+    figures = compute_program_figures(TRIED)
+    statuses = {key.removeprefix("sandbox/"): value for key, value in figures.items() if key.startswith("sandbox/")}
+    assert statuses == {
+        "ok": 0.2, "wrong": 0.2, "runtime": 0.0, "syntax": 0.0, "timeout": 0.2, "memory": 0.0, "output": 0.0,
+        "killed": 0.0, "tampered": 0.0, "infra": 0.2, "no_code": 0.2,
+    }  # fmt: skip
+    found = {key.removeprefix("found/"): value for key, value in figures.items() if key.startswith("found/")}
+    assert found == {"labelled": 0.4, "unlabelled": 0.0, "unclosed": 0.2, "whole_text": 0.0, "none": 0.2}
+    assert figures["hidden_pass"] == 0.5  # of the four that are known

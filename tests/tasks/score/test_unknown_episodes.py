@@ -14,8 +14,8 @@ from sftplay.config.run import RunConfig
 from sftplay.data.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
-from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
+from sftplay.reward.table import RewardValues
 from sftplay.tasks.score.episode_rewards import EpisodeResult, RewardScorer, describe, expect_known, format_episode
 from sftplay.tasks.score.losses import Advantages, EpisodeRewards, compute_advantages
 from sftplay.tasks.score.report import _correct
