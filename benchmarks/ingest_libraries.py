@@ -75,7 +75,7 @@ class Library:
 
 
 def read_ours(path: Path) -> tuple[str, str]:
-    from sftplay.data.ingest.by_kind import extract
+    from sftplay.data.ingest.extract.document import extract
 
     found = extract(path)
     return "\n\n".join(block.text for block in found.blocks), found.title

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from argparse import Namespace
 from io import TextIOWrapper
 from pathlib import Path
@@ -153,17 +152,11 @@ def _answer_file(
         if not partial.n_batches:
             check_lengths(questions, renderer, generator=generator)
         answer = make_answerer(generator)
-    from sftplay.generate.batch import ProgressMeter, answer_rest
+    from sftplay.generate.batch import answer_rest
 
-    console = log.new_console()
-
-    def show(text: str) -> None:
-        console.status(f"[infer] {text}")
-        console.tick(time.monotonic())
-
-    meter = ProgressMeter(n, partial.n_answers, show=show)
+    batch_size = cfg.eval.batch_size
     try:
-        answer_rest(answer, renderer, questions=questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter)
+        answer_rest(answer, renderer, questions=questions, batch_size=batch_size, partial=partial, total=n)
     except KeyboardInterrupt:
         log.say(f"stopped; {partial.n_answers} answers are kept, the same command continues from there", "infer")
         raise

@@ -56,17 +56,19 @@ class Gate:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        headers: dict[str, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
         try:
-            self._check(scope)
-            body = await _read_body(receive, _headers(scope))
+            self._check(scope, headers)
+            body = await _read_body(receive, headers)
         except RefusedRequest as refusal:
             await refusal.answer(send)
         else:
             await self.app(scope, replay(body, receive), send)
 
-    def _check(self, scope: Mapping[str, Any]) -> None:
-        headers, path = _headers(scope), scope["path"]
-        hosts = headers.get("host", [])
+    def _check(self, scope: Mapping[str, Any], headers: Mapping[str, list[str]]) -> None:
+        path, hosts = scope["path"], headers.get("host", [])
         if len(hosts) != 1 or not _is_local_host(hosts[0]):
             raise RefusedRequest(403, f"this server answers to {' and '.join(HOSTS)} only")
         for origin in headers.get("origin", []):
@@ -107,13 +109,6 @@ async def send_json(content: Any, send: Send, *, status: int = 200) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def _headers(scope: Mapping[str, Any]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, value in scope["headers"]:
-        found.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-    return found
 
 
 async def _read_body(receive: Receive, headers: Mapping[str, list[str]]) -> bytes:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, RunError
@@ -24,7 +22,7 @@ from sftplay.launch.command import Launch, offline_environment, quiet_environmen
 from sftplay.launch.generation_server import answers
 from sftplay.machine.ports import HOST, free_port
 from sftplay.places import ROOT
-from sftplay.signals import popen_tied
+from sftplay.signals import Forwarder, popen_tied
 
 ServerKind = Literal["transformers", "vllm"]
 
@@ -96,12 +94,14 @@ def build_server(server: ServerKind, folder: Path, *, name: str, port: int, trus
 def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Path) -> int:
     """Start the server, report when it answers, and wait until it is stopped; return 128 + the signal's number.
 
-    The first SIGTERM or SIGINT lets answers finish for `STOP_S` seconds, the second ends at once; the server does not
+    The first stop signal lets answers finish for `STOP_S` seconds, the second ends at once; the server does not
     outlive this process. Raise RunError where it ended by itself; the error holds its last lines.
     """
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    with log_file.open("wb") as handle, _StopSignals().installed() as stopper:
+    stopper = Forwarder(lambda process, _: process.terminate(), at_second=lambda process: process.kill())
+    with log_file.open("wb") as handle, stopper.installed():
         process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
+        stopper.attach(process)
         try:
             deadline = time.monotonic() + START_S
             while process.poll() is None and not stopper.received and not answers(port, within_s=1.0):
@@ -111,44 +111,16 @@ def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Pat
             if not stopper.received and process.poll() is None:
                 key = f", API key from {gate.TOKEN}" if os.environ.get(gate.TOKEN) else ""
                 log.say(f"http://{HOST}:{port}/v1 answers, model {name!r}{key}; Ctrl-C stops it", "serve")
-            is_terminated = False
-            while process.poll() is None:
-                if stopper.received and not is_terminated:
-                    process.terminate()
-                    is_terminated = True
-                elif is_terminated and (stopper.again or time.monotonic() - stopper.at >= STOP_S):
-                    process.kill()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(0.1)
+            while process.poll() is None and not stopper.received:
+                time.sleep(0.1)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
     if not stopper.received:
         lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         what = "\n".join([f"the server ended with code {process.returncode}:", *(f"  {line}" for line in lines)])
         raise RunError(what, where=str(log_file), fix="read that log")
     log.say("stopped", "serve")
-    return 128 + stopper.received
-
-
-class _StopSignals:
-    """Records the first stop signal and its time, and whether there was a second one."""
-
-    def __init__(self) -> None:
-        self.received, self.again, self.at = 0, False, 0.0
-
-    @contextmanager
-    def installed(self) -> Iterator[_StopSignals]:
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: Any) -> None:
-        if self.received:
-            self.again = True
-        else:
-            self.received, self.at = number, time.monotonic()
+    return 128 + stopper.received[0]

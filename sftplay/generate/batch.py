@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sftplay import log
 from sftplay.atomic import whole_file
 from sftplay.data.prompts import Prompt
 from sftplay.errors import DataError, RunError
 from sftplay.generate.generate import Generator, answer_batch
 from sftplay.generate.partial_answers import FIX_SPACE, PartialAnswers
 from sftplay.generate.prompts import PromptFile
-from sftplay.units import format_seconds
 
 PromptBatch = list[tuple[Prompt, list[int]]]
 
@@ -49,9 +48,9 @@ def answer_rest(
     questions: PromptFile,
     batch_size: int,
     partial: PartialAnswers,
-    meter: ProgressMeter,
+    total: int,
 ) -> None:
-    """Answer the rows that have no answer in `partial` yet, and add the answers to it.
+    """Answer the rows, `total` in all, that have no answer in `partial` yet, and add the answers to it.
 
     The batches are the same every time, so that a resumed run gives the answers it would have given.
     """
@@ -66,7 +65,7 @@ def answer_rest(
         for start in range(skipped * batch_size, len(pairs), batch_size):
             batch = pairs[start : start + batch_size]
             partial.append(list(zip([question.number for question, _ in batch], answer_rows(batch), strict=True)))
-            meter.count(len(batch))
+            log.progress(partial.n_answers, total, what="rows answered", tag="infer")
         skipped = 0
 
 
@@ -93,19 +92,3 @@ def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path,
         what = f"cannot be written ({error.strerror}); the answers are kept in {partial.path}"
         raise RunError(what, where=str(out), fix=FIX_SPACE) from error
     partial.remove()
-
-
-class ProgressMeter:
-    """Shows how many of `n` rows are answered, how many a second, and the time that is left."""
-
-    def __init__(self, n: int, done: int, *, show: Callable[[str], None]) -> None:
-        self._n, self._done, self._show = n, done, show
-        self._n_new, self._began = 0, time.monotonic()
-
-    def count(self, n: int) -> None:
-        """Count `n` more answered rows."""
-        self._n_new += n
-        self._done += n
-        per_s = self._n_new / max(time.monotonic() - self._began, 1e-9)
-        left = format_seconds((self._n - self._done) / per_s)
-        self._show(f"answered {self._done}/{self._n}, {per_s:.1f} rows/s, {left} left")

@@ -12,11 +12,6 @@ from in_process import Finished, Inputs, train
 from small_run import WORDS
 
 from sftplay import cli
-from sftplay.data.load_problems import load_problems
-from sftplay.data.problem import format_question
-from sftplay.errors import MachineError, RunError
-from sftplay.runs import code_eval as ranks
-from sftplay.runs.code_eval import Questions
 from sftplay.sandbox.choose import SAFE, find_problem
 
 MBPP = Path(__file__).resolve().parents[3] / "shared" / "data" / "mbpp" / "sanitized-mbpp.json"
@@ -122,36 +117,6 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_opened(
     assert said in capsys.readouterr().err
 
 
-def test_a_dry_run_shows_the_ranks_and_starts_nothing(write_config: Any, capsys: pytest.CaptureFixture[str]):
-    config = write_config(cluster={"launcher": "accelerate"})
-    assert cli.main(["eval-code", "--config", str(config), "--nproc", "2", "--dry-run", "--json"]) == 0
-    argv = json.loads(capsys.readouterr().out)["argv"]
-    assert argv[1:3] == ["-m", "accelerate.commands.launch"]
-    assert argv[-2:] == ["sftplay.runs.code_eval", "FOLDER"]
-
-
-def test_shares_cover_every_answer_once_and_keep_those_of_a_problem_together():
-    questions = Questions(tuple("abcde"), samples=3, temperature=1.0, top_p=1.0, seed=0, max_new_tokens=1)
-    shares = [questions.share(rank, 2) for rank in range(2)]
-    assert sorted([*shares[0], *shares[1]]) == list(range(15))
-    assert shares[1] == [3, 4, 5, 9, 10, 11]  # questions b and d
-
-
-def test_what_a_rank_could_not_do_is_the_error_of_the_command(tmp_path: Path):
-    refused = MachineError("there is no memory", where="rank 1", fix="take a smaller model")
-    (tmp_path / "rank0.json").write_text(json.dumps({"answers": {"0": "a", "2": "c"}}))
-    (tmp_path / "rank1.json").write_text(json.dumps({"error": refused.as_json()}))
-    with pytest.raises(MachineError, match="there is no memory") as caught:
-        ranks.gather(tmp_path, 2, last_lines=[])
-    assert caught.value.fix == "take a smaller model"
-    (tmp_path / "rank1.json").unlink()
-    with pytest.raises(RunError, match="ended without its answers") as lost:
-        ranks.gather(tmp_path, 2, last_lines=["Killed"])
-    assert lost.value.where == "rank 1"
-    (tmp_path / "rank1.json").write_text(json.dumps({"answers": {"1": "b"}}))
-    assert ranks.gather(tmp_path, 2, last_lines=[]) == {0: "a", 1: "b", 2: "c"}
-
-
 @pytest.mark.contract
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -174,24 +139,3 @@ def test_two_processes_give_the_answers_of_one(
     assert single == double
     assert len({answer for _, answer in single}) > 1
     assert {key: one[key] for key in ("pass@1", "statuses")} == {key: two[key] for key in ("pass@1", "statuses")}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not MBPP.exists(), reason=f"needs {MBPP}")
-def test_a_model_that_knows_exactly_100_answers_scores_exactly_that_on_mbpp(
-    write_config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    patient = ("sandbox.timeout=120", "sandbox.test_timeout=60")  # whatever else runs on this machine
-    problems = load_problems(str(MBPP), "test")
-    known = problems[5 : 5 + KNOWN]
-    program = {format_question(each): f"Here:\n```python\n{each.reference}\n```" for each in known}
-
-    def scripted(_: Any, questions: Questions) -> dict[int, str]:
-        wrong = "```python\ndef nothing(): pass\n```"
-        return {number: program.get(text, wrong) for number, text in enumerate(questions.texts)}
-
-    monkeypatch.setattr(ranks, "answer_share", scripted)
-    figures = asked(capsys, "--config", write_config(), "--data", MBPP, *patient)
-    assert (figures["n"], figures["left_out"]) == (len(problems), {})
-    assert figures["pass@1"] == KNOWN / len(problems)
-    assert figures["statuses"]["ok"] == KNOWN

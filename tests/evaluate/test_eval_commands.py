@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -181,14 +180,6 @@ def test_the_system_prompt_of_the_run_goes_before_rows_that_have_none(
     assert [{key: row[key] for key in row if key != "response"} for row in answered] == rows
 
 
-def test_infer_begins_with_the_system_prompt_of_the_run(
-    styled: list[dict[str, str]], asked: list[list[int]], run: Finished, config: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("sys.stdin", io.StringIO("the river\n\n"))
-    assert cli.main(["infer", "--config", str(config)]) == 0
-    assert asked == [prompt_of(run, [*styled, *user("the river")])]
-
-
 def test_an_edited_template_is_reported_with_both_hashes(run: Finished, capsys: pytest.CaptureFixture[str]):
     file = run.folder.path / "adapter" / "chat_template.jinja"
     before = file.read_text()
@@ -237,61 +228,36 @@ def test_eval_of_test_rows_that_are_not_named_is_refused(
 
 
 @pytest.fixture
-def measure(
-    run: Finished, config: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[dict[str, Any], set[str]]]:
-    """Runs an eval verb: what it tells as JSON, and the names of the files below eval/ that it wrote."""
+def measure(run: Finished, config: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Runs an eval verb: what it tells as JSON."""
 
-    def versions() -> dict[str, tuple[int, int]]:
-        """The inode too: a file that replaces another one may have the same time."""
-        found = {path.name: path.stat() for path in run.folder.eval.iterdir()}
-        return {name: (facts.st_ino, facts.st_mtime_ns) for name, facts in found.items()}
-
-    def measure(verb: str, *arguments: str) -> tuple[dict[str, Any], set[str]]:
-        before = versions()
+    def measure(verb: str, *arguments: str) -> dict[str, Any]:
         capsys.readouterr()
         assert cli.main([verb, "--config", str(config), "--json", *arguments]) == 0
-        after = versions()
-        return json.loads(capsys.readouterr().out), {name for name in after if after[name] != before.get(name)}
+        return json.loads(capsys.readouterr().out)
 
     return measure
 
 
-def pair(prefix: str, *sides: str) -> set[str]:
-    return {f"{prefix}{side}.{kind}" for side in sides for kind in ("json", "jsonl")}
-
-
 def test_eval_test_measures_both_models_on_the_test_rows(run: Finished, measure: Any, inputs: Inputs):
-    result, written = measure("eval-test")
-    assert written == pair("test-", "before", "after")
+    result = measure("eval-test")
     assert result == {"before": read(run, "test-before"), "after": read(run, "test-after")}
     rows = [json.loads(line) for line in (run.folder.eval / "test-after.jsonl").read_text().splitlines()]
     held_out = [json.loads(line)["messages"] for line in inputs.held_out.read_text().splitlines()]
     assert [row["reference"] for row in rows] == [turns[1]["content"] for turns in held_out[:4]]  # eval.limit: 4
-    fewer, again = measure("eval", "--split", "test", "eval.limit=3")
-    assert again == written
+    fewer = measure("eval", "--split", "test", "eval.limit=3")
     assert fewer["before"]["n"] == fewer["after"]["n"] == 3
 
 
 def test_eval_full_answers_every_row_and_counts_by_every_metric(run: Finished, measure: Any):
-    result, written = measure("eval-full")
-    assert written == pair("full-", "before", "after")
+    result = measure("eval-full")
+    assert result == {"before": read(run, "full-before"), "after": read(run, "full-after")}
     assert result["before"]["n"] == result["after"]["n"] == 12
     assert {"loss", "perplexity", "exact_match", "rouge_l", "chrf"} < set(result["after"])
     assert result["after"]["loss"] < result["before"]["loss"]
-    chosen, _ = measure("eval-full", "eval.limit=3", "eval.metrics=[chrf]")  # the command line goes first
+    chosen = measure("eval-full", "eval.limit=3", "eval.metrics=[chrf]")  # the command line goes first
     assert chosen["after"]["n"] == 3
     assert set(chosen["after"]) == {"n", "loss", "perplexity", "chrf"}
-
-
-def test_eval_quick_answers_fifty_rows_and_leaves_the_base_out(run: Finished, measure: Any, tmp_path: Path):
-    rows = tmp_path / "many.jsonl"
-    turns = [[*user(f"{n} the river"), *assistant("why")] for n in range(60)]
-    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
-    result, written = measure("eval-quick", f"data.val_path={rows}")
-    assert written == pair("quick-", "after")
-    assert result == {"after": read(run, "quick-after")}
-    assert result["after"]["n"] == 50
 
 
 @pytest.mark.contract

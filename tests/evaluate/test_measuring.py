@@ -56,15 +56,6 @@ def plain_answer(model: Any, tokenizer: Any, prompt: list[int], tokens: int, end
     return tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
 
 
-def test_answer_ends_at_any_of_the_end_tokens(model: Any, tokenizer: Any, prompts: list[list[int]]):
-    with torch.no_grad():
-        out = model.generate(torch.tensor([prompts[2]]), max_new_tokens=12, do_sample=False, eos_token_id=399)
-    third = int(out[0, len(prompts[2]) + 2])
-    ended = answer_all(Generator(model, tokenizer, [END, third], 12), prompts[2:3], batch_size=1)
-    assert ended == [plain_answer(model, tokenizer, prompts[2], 12, {END, third})]
-    assert ended != answer_all(Generator(model, tokenizer, [END], 12), prompts[2:3], batch_size=1)
-
-
 @pytest.mark.parametrize(
     "shipped",
     [
@@ -94,13 +85,6 @@ def test_end_tokens_shipped_with_a_model_end_an_answer(model: Any, tokenizer: An
     assert Generator(other, tokenizer, [END], 6).greedy().eos_token_id == sorted({END, 7, second})
 
 
-def test_stream_gives_the_same_answer_in_pieces(model: Any, tokenizer: Any, prompts: list[list[int]]):
-    generator = Generator(model, tokenizer, [END], 12)
-    parts = list(stream_answer(generator, prompts[2]))
-    assert len([part for part in parts if part]) > 1
-    assert "".join(parts) == answer_all(generator, [prompts[2]], batch_size=1)[0]
-
-
 def test_stream_that_fails_ends_with_the_error_instead_of_waiting(model: Any, tokenizer: Any):
     with pytest.raises(IndexError):
         list(stream_answer(Generator(model, tokenizer, [END], 4), [10_000]))
@@ -124,22 +108,6 @@ def test_held_out_loss_weighs_every_label_token_the_same_however_rows_are_put_to
     monkeypatch.setattr(measuring, "LOSS_TOKENS", room)
     rows = make_rows([40, 3, 12, 25, 5, 60, 8])
     assert held_out_loss(model, rows, pad_token_id=0) == pytest.approx(plain_loss(model, rows), rel=1e-5)
-
-
-def test_scores_of_a_large_vocabulary_are_computed_a_few_rows_at_a_time(model: Any, monkeypatch: pytest.MonkeyPatch):
-    sizes: list[int] = []
-    hook = model.lm_head.register_forward_hook(lambda _m, _i, out: sizes.append(out.numel() * 4))
-    monkeypatch.setattr(measuring, "SCORES_BYTES", 400 * 4 * 64)
-    rows = make_rows([30] * 9)
-    actual = held_out_loss(model, rows, pad_token_id=0)
-    hook.remove()
-    assert max(sizes) <= 400 * 4 * 64
-    assert len(sizes) == 5
-    assert actual == pytest.approx(plain_loss(model, rows), rel=1e-5)
-
-
-def test_loss_without_a_label_is_not_a_number(model: Any):
-    assert math.isnan(held_out_loss(model, {"input_ids": [[5, 6]], "labels": [[-100, -100]]}, pad_token_id=0))
 
 
 ANSWERS = ["the river", " old boats carry salt\n", "seven", "", "green Light"]
@@ -191,21 +159,6 @@ def test_held_out_texts_without_a_prompt_are_measured_by_their_loss_alone(
     assert (tmp_path / "eval" / "after.jsonl").read_text() == ""
 
 
-def test_chats_beside_texts_are_answered_and_the_loss_counts_both(
-    inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any
-):
-    mixed = tmp_path / "mixed.jsonl"
-    rows = [{"text": "old boats"}, {"prompt": "why", "completion": "salt"}, {"text": "green light"}]
-    mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = sized(written_config(tmp_path, inputs, data__val_path=str(mixed)))
-    examples = load_examples(cfg, tokenizer)
-    figures = evaluate(model, examples, cfg=cfg, path=tmp_path / "eval" / "after.json")
-    assert (len(examples.held_out), figures["n"]) == (3, 1)
-    assert figures["loss"] == pytest.approx(plain_loss(model, examples.held_out), rel=1e-5)
-    (answered,) = (json.loads(line) for line in (tmp_path / "eval" / "after.jsonl").read_text().splitlines())
-    assert (answered["prompt"], answered["reference"]) == ("why", "salt")
-
-
 TOOLS_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
@@ -219,7 +172,7 @@ TOOLS_TEMPLATE = (
 
 
 def test_a_call_is_compared_with_what_the_template_writes_for_it(
-    inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any
 ):
     template, rows = tmp_path / "tools.jinja", tmp_path / "calls.jsonl"
     template.write_text(TOOLS_TEMPLATE)
@@ -231,22 +184,9 @@ def test_a_call_is_compared_with_what_the_template_writes_for_it(
     changes = {"data__val_path": str(rows), "data__template": str(template), "model__max_seq_len": 512}
     cfg = sized(written_config(tmp_path, inputs, **changes))
     examples = load_examples(cfg, tokenizer)
-    prompts: list[list[int]] = []
-    real = measuring.answer_all
-
-    def answer_all_and_keep(generator: Generator, asked: list[list[int]], **options: Any) -> list[str]:
-        prompts.extend(asked)
-        return real(generator, asked, **options)
-
-    monkeypatch.setattr(measuring, "answer_all", answer_all_and_keep)
     evaluate(model, examples, cfg=cfg, path=tmp_path / "eval" / "after.json")
     (answered,) = (json.loads(line) for line in (tmp_path / "eval" / "after.jsonl").read_text().splitlines())
     assert (answered["prompt"], answered["reference"]) == ("why", 'boats{"salt": 7}')
-    asked = tokenizer.apply_chat_template(
-        turns[:1], tools=tools, chat_template=TOOLS_TEMPLATE, add_generation_prompt=True, return_dict=False
-    )
-    assert prompts == [asked]
-    assert "count" in tokenizer.decode(asked)
 
 
 def test_model_is_left_as_it_was(inputs: Inputs, tmp_path: Path, model: Any):
@@ -263,19 +203,6 @@ def test_model_is_left_as_it_was(inputs: Inputs, tmp_path: Path, model: Any):
     assert is_recomputing(model)
     getattr(model, f"{recomputation()}_disable")()
     model.eval()
-
-
-def test_adapter_answers_without_the_settings_shipped_with_its_base(
-    tiny_llama: Path, tokenizer: Any, prompts: list[list[int]]
-):
-    from peft import LoraConfig, get_peft_model
-
-    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    generator = Generator(get_peft_model(base, LoraConfig(target_modules="all-linear")).eval(), tokenizer, [END], 8)
-    plain = answer_all(generator, prompts, batch_size=4)
-    base.generation_config.no_repeat_ngram_size = 1
-    assert answer_all(generator, prompts, batch_size=4) == plain
-    assert base.generation_config.no_repeat_ngram_size == 1
 
 
 def test_a_kill_between_the_two_files_of_a_measurement_leaves_no_figures_without_answers(

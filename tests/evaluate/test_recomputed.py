@@ -16,17 +16,6 @@ from sftplay.reward.reward_set import BatchRewards
 from sftplay.reward.table import RewardValues
 
 
-@pytest.mark.parametrize(
-    ("then", "now", "differs"),
-    [(0.5, 0.5, False), (1 / 3, 1 / 3 + 1e-9, False), (1.0, 0.0, True), (None, None, False), (None, 0.0, True),
-     (1.0, None, True)],
-)  # fmt: skip
-def test_a_value_differs_where_it_is_another_one_or_no_longer_known(then: Any, now: Any, differs: bool):
-    found = Recomputed("r")
-    found.add("file:1", then, now=now)
-    assert (found.n, bool(found.differ), bool(found.first)) == (1, differs, differs)
-
-
 class Lengths:
     """Stands for an opened RewardSet: an answer is worth its length, where its row allows that."""
 
@@ -56,12 +45,6 @@ def line(row: int, text: str, value: float | None) -> dict[str, Any]:
 def again(folder: Path) -> list[Recomputed]:
     rewards: Any = Lengths()
     return recompute(kept_steps(folder), questions(), columns=["counts"], reward_set=rewards)
-
-
-def test_each_completion_is_judged_with_the_columns_of_its_own_row(tmp_path: Path):
-    kept(tmp_path, 2, [line(7, "abc", 3.0), line(4, "abc", 0.0)])
-    kept(tmp_path, 10, [line(4, "ab", 0.0)])
-    assert again(tmp_path) == [Recomputed("length", n=3)]
 
 
 def test_the_first_completion_that_got_something_else_is_named(tmp_path: Path):

@@ -16,7 +16,3 @@ def test_each_answer_gets_a_value_of_each_reward_and_what_cannot_be_measured_is_
     assert scores == {"same": [1, 1, 0], "number": [1, 0, 1]}
     assert "the reward code is not measured: it reads the column entry_point" in "".join(capsys.readouterr())
     assert mean_rewards(scores) == {"reward/same": 2 / 3, "reward/number": 2 / 3}
-
-
-def test_values_that_are_not_known_are_left_out_of_the_mean():
-    assert mean_rewards({"a": [1.0, None, 0.0], "b": [None]}) == {"reward/a": 0.5}

@@ -59,12 +59,6 @@ def test_forgetting_is_the_rise_of_the_loss_on_chats_with_what_it_means(after: f
     assert anchor["forgetting"] == f"the loss on chat {words}"
 
 
-def test_few_held_out_chats_give_no_verdict_in_words():
-    anchor = both(side(3.0, 1.0, rows=19), side(2.0, 0.9, rows=19))["anchor"]["chat"]
-    said = "the loss on chat fell by 10.0 % over 19 held-out row(s): too few to tell, 20 are needed"
-    assert (anchor["forgetting"], anchor["rows"]) == (said, 19)
-
-
 def test_one_side_alone_says_nothing_about_forgetting():
     content = with_side({}, "after", **side(2.0, 1.0))
     assert content["anchor"]["chat"]["forgetting_percent"] is None

@@ -19,16 +19,14 @@ import torch
 from huggingface_hub import ModelCard
 from in_process import Finished, Inputs, train
 from markdown_it import MarkdownIt
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM
 from processes import HANG_S
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sftplay.config.load import load_config
-from sftplay.errors import ConfigError
-from sftplay.export.export import Redactor, export, public_run, read_licence
+from sftplay.export.export import Redactor, export, public_run
 from sftplay.export.model_card import write_adapter_card, write_card
-from sftplay.launch.run_folder import RunFolder
 
 SECRET = "hf_abcdefghijklmnopqrst"
 """Too short for the loader, which refuses whole tokens."""
@@ -71,23 +69,6 @@ def scores(model: Any) -> torch.Tensor:
 
 def python_blocks(card: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-
-
-def test_plain_transformers_loads_the_shards_and_computes_what_peft_computes(run: Finished, exported: Path):
-    index = json.loads((exported / "model.safetensors.index.json").read_text())
-    shards = sorted(set(index["weight_map"].values()))
-    assert len(shards) > 2
-    assert all((exported / shard).stat().st_size < 60_000 for shard in shards)
-    expected = scores(AutoPeftModelForCausalLM.from_pretrained(run.folder.path / "adapter"))
-    actual = scores(AutoModelForCausalLM.from_pretrained(exported))
-    assert float((actual - expected).abs().max()) < 1e-5 * float(expected.abs().max())
-
-
-def test_adapter_in_it_loads_beside_the_base_in_plain_peft(run: Finished, exported: Path):
-    base = AutoModelForCausalLM.from_pretrained(run.cfg.model.name)
-    actual = scores(PeftModel.from_pretrained(base, exported / "adapter"))
-    expected = scores(AutoPeftModelForCausalLM.from_pretrained(run.folder.path / "adapter"))
-    assert torch.equal(actual, expected)
 
 
 def test_code_of_the_card_runs_with_no_kit_and_gives_the_text_of_plain_peft(run: Finished, exported: Path):
@@ -236,16 +217,6 @@ def test_full_run_is_exported_in_its_own_precision_with_an_unknown_licence_said(
     assert not (out / "adapter").exists()
 
 
-def test_existing_folder_and_a_run_without_a_result_are_refused(run: Finished, exported: Path, tmp_path: Path):
-    before = sorted(path.name for path in exported.iterdir())
-    with pytest.raises(ConfigError, match="exists already"):
-        export(run.cfg, run.folder, out=exported)
-    assert sorted(path.name for path in exported.iterdir()) == before
-    with pytest.raises(ConfigError, match="no result yet"):
-        export(run.cfg, RunFolder(tmp_path), out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -274,16 +245,3 @@ def test_values_of_keys_that_name_a_secret_are_gone():
         "inner": {"password": removed},
     }
     assert Redactor()(given) == expected
-
-
-@pytest.mark.parametrize(
-    ("card", "licence"),
-    [
-        ("---\nlicense: apache-2.0\n---\n", "apache-2.0"),
-        ("---\na: b\nlicense: 'mit'\n---\nlicense: gpl\n", "mit"),
-        ("---\nlicense: unknown\n---\n", None),
-        ("", None),
-    ],
-)
-def test_licence_is_read_from_the_front_matter_only(card: str, licence: str | None):
-    assert read_licence(card) == licence

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from in_process import Finished, Inputs, new_run, train
 from lively import lively_model
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
@@ -129,41 +127,6 @@ def simple(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ru
     return finished(tmp_path_factory.mktemp("simple"), inputs)
 
 
-def greedy(model: Any, folder: Path, text: str) -> str:
-    """The answer of plain transformers, stopped by the model's own generation config."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
-    with torch.no_grad():
-        out = model.eval().generate(**asked, do_sample=False, max_new_tokens=20)
-    answer: str = tokenizer.decode(out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
-    return answer
-
-
-def test_merged_model_says_in_plain_transformers_what_the_adapter_says_in_plain_peft(run: Finished, merged: Path):
-    adapter = run.folder.path / "adapter"
-    adapted, whole = AutoPeftModelForCausalLM.from_pretrained(adapter), AutoModelForCausalLM.from_pretrained(merged)
-    answers = {text: greedy(adapted, adapter, text) for text in ("why", "seven old boats", "the river asks")}
-    assert len(set(answers.values())) == 3
-    assert {text: greedy(whole, merged, text) for text in answers} == answers
-
-
-def test_merged_weights_are_the_full_precision_base_and_the_update(run: Finished, merged: Path):
-    base = load_file(Path(run.cfg.model.name) / "model.safetensors")
-    update = load_file(run.folder.path / "adapter" / "adapter_model.safetensors")
-    actual = load_file(merged / "model.safetensors")
-    assert actual.keys() == base.keys()
-    changed = 0
-    for name, value in base.items():
-        pair = [f"base_model.model.{name.removesuffix('.weight')}.lora_{half}.weight" for half in "BA"]
-        if pair[0] in update:
-            value = value + 2.0 * update[pair[0]] @ update[pair[1]]  # alpha 8 / r 4
-            changed += 1
-        assert torch.allclose(actual[name], value, rtol=0, atol=1e-6)
-    assert changed == 14
-
-
 def test_merge_test_agrees_and_says_of_a_4_bit_run_how_far_the_rounding_was(
     run: Finished, merged: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -224,15 +187,6 @@ def sound(simple: tuple[RunConfig, RunFolder], tmp_path_factory: pytest.TempPath
     return merge_folder
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_merge_test_allows_the_rounding_of_16_bit_weights(
-    dtype: Any, simple: tuple[RunConfig, RunFolder], sound: Callable[[Any], Path]
-):
-    figures = merge_check.test_merge(*simple, merged=sound(dtype))
-    assert 1e-6 < figures["max_abs_logit_diff"] < figures["tolerance"] / 2
-    assert figures["texts_equal"]
-
-
 @pytest.mark.parametrize(
     ("dtype", "name", "change"),
     [
@@ -266,36 +220,6 @@ def test_merge_test_catches_another_adapter_and_another_template(
     (changed / "chat_template.jinja").write_text("{{ messages }}")
     with pytest.raises(RunError, match="chat template"):
         merge_check.test_merge(*simple, merged=changed)
-
-
-def test_merge_test_asks_built_in_questions_where_the_rows_are_gone(
-    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    rows = tmp_path / "rows.jsonl"
-    shutil.copyfile(inputs.train, rows)
-    cfg, folder = finished(tmp_path, Inputs(inputs.model, rows, inputs.held_out))
-    rows.unlink()
-    figures = merge_check.test_merge(cfg, folder, merged=merge(cfg, folder, out=tmp_path / "merged"))
-    assert (figures["prompts"], figures["texts_equal"]) == ("built-in", True)
-    assert "cannot be read any more" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("answer", "gap", "verdict"),
-    [
-        ([1, 2, 3], 1.0, "same"),
-        ([1, 5, 3], 0.01, "tie"),
-        ([1, 5, 3], 0.5, "different"),
-        ([1, 2], 0.0, "different"),
-    ],
-)
-def test_texts_may_differ_only_where_the_reference_scores_both_tokens_the_same(
-    answer: list[int], gap: float, verdict: str
-):
-    scores = torch.zeros(4, 10)
-    scores[1, 2], scores[1, 5] = 1.0, 1.0 - gap
-    expected = merge_check.Outputs(answers=[[1, 2, 3]], scores=[scores])
-    assert merge_check.compare_answers(expected, merge_check.Outputs(answers=[answer]), n=0, tolerance=0.05) == verdict
 
 
 @pytest.mark.parametrize(
@@ -336,31 +260,6 @@ def test_values_that_fp16_cannot_hold_are_refused(inputs: Inputs, tmp_path: Path
     assert merge(cfg, folder, out=tmp_path / "merged", dtype="bf16").is_dir()
 
 
-def test_adapter_that_is_not_finite_is_refused(inputs: Inputs, tmp_path: Path):
-    cfg, folder = finished(tmp_path, inputs)
-    file = folder.path / "adapter" / "adapter_model.safetensors"
-    weights = load_file(file)
-    next(iter(weights.values())).fill_(float("nan"))
-    save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(RunError, match="cannot be merged"):
-        merge(cfg, folder, out=tmp_path / "merged")
-
-
-@pytest.mark.parametrize(
-    ("shipped", "ends"), [({"eos_token_id": 5}, [END, 5]), ({"eos_token_id": [7, 2]}, [END, 7]), ({}, END)]
-)
-def test_generation_ends_where_the_base_ended_and_where_training_did(
-    shipped: dict[str, Any], ends: Any, inputs: Inputs, tmp_path: Path
-):
-    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
-    # A temperature without sampling, as several bases ship it, is what transformers refuses to write.
-    (base / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, **shipped}))
-    cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
-    actual = GenerationConfig.from_pretrained(merge(cfg, folder, out=tmp_path / "merged"))
-    assert actual.eos_token_id == ends
-    assert actual.temperature is None
-
-
 def test_base_that_is_stored_quantised_is_refused(inputs: Inputs, tmp_path: Path):
     base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
@@ -369,15 +268,6 @@ def test_base_that_is_stored_quantised_is_refused(inputs: Inputs, tmp_path: Path
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(MachineError, match="stored quantised"):
         merge(cfg, folder, out=tmp_path / "merged")
-
-
-def test_copy_of_the_base_in_the_run_goes_before_its_name(inputs: Inputs, tmp_path: Path):
-    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
-    cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
-    expected = peft_scores(base, folder)
-    base.rename(folder.path / "base")  # as a run on a builtin model keeps it
-    actual = scores(AutoModelForCausalLM.from_pretrained(merge(cfg, folder, out=tmp_path / "merged")))
-    assert float((actual - expected).abs().max()) < 1e-5
 
 
 def test_what_cannot_be_merged_is_refused_with_what_to_do(
@@ -418,35 +308,3 @@ def test_disk_that_is_too_small_is_refused_with_the_bytes_before_anything_is_wri
     with pytest.raises(MachineError, match=rf"\({weights + merging.SLACK_BYTES} bytes\) are needed"):
         merge(*simple, out=tmp_path / "merged", dtype="fp32")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_failed_write_leaves_nothing_and_a_broken_off_one_is_cleared(
-    simple: tuple[RunConfig, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def fail(*_: Any, target: Path, **__: Any) -> None:
-        (target / "half").write_text("half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(merging, "save_whole", fail)
-        with pytest.raises(MachineError, match="No space left on device"):
-            merge(*simple, out=tmp_path / "merged")
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".merged.part" / "left").mkdir(parents=True)
-    out = merge(*simple, out=tmp_path / "merged")
-    assert not (out / "left").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
-
-
-def test_second_process_that_writes_the_same_folder_is_refused(simple: tuple[RunConfig, RunFolder], tmp_path: Path):
-    other = tmp_path / ".merged.part"
-    other.mkdir()
-    (other / "model.safetensors").write_text("half")
-    handle = os.open(other, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        with pytest.raises(ConfigError, match="another process is writing it"):
-            merge(*simple, out=tmp_path / "merged")
-    finally:
-        os.close(handle)
-    assert (other / "model.safetensors").read_text() == "half"

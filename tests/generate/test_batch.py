@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from in_process import Finished, Inputs, train
-from processes import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay import cli
-from sftplay.data.layouts import LayoutOptions
-from sftplay.data.read import Dialect
-from sftplay.data.records import Text
-from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, RunError
 from sftplay.generate import batch
 from sftplay.generate import prompts as questions
@@ -156,17 +147,6 @@ def test_stored_answers_are_read_back_and_continue_after_a_torn_line(tmp_path: P
         assert list(stored.answers()) == [first, second, third]
 
 
-@pytest.mark.parametrize("left", [b"", b'{"answers of": {"inp'])
-def test_a_file_that_was_killed_in_its_first_line_begins_anew(tmp_path: Path, left: bytes):
-    stored = partial(tmp_path)
-    stored.path.write_bytes(left)
-    with stored.held():
-        assert stored.n_batches == 0
-        stored.append([(0, "a")])
-    with partial(tmp_path).held() as again:
-        assert (again.n_batches, list(again.answers())) == (1, [[(0, "a")]])
-
-
 @pytest.mark.parametrize("content", [b"mine, all mine", b'{"answers of": 3}\n', b'{"a": 1}\n[]\n'])
 def test_a_foreign_file_of_the_same_name_is_left_alone(tmp_path: Path, content: bytes):
     stored = partial(tmp_path)
@@ -175,14 +155,6 @@ def test_a_foreign_file_of_the_same_name_is_left_alone(tmp_path: Path, content: 
         with stored.held():
             pass
     assert stored.path.read_bytes() == content
-
-
-def test_two_at_once_do_not_answer_into_one_file(tmp_path: Path):
-    with partial(tmp_path).path.open("ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="another process"):
-            with partial(tmp_path).held():
-                pass
 
 
 def test_a_full_disk_ends_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -311,13 +283,6 @@ def test_a_second_start_refuses_other_rows_settings_or_weights(
     assert not out.exists()
 
 
-def test_a_file_without_rows_gives_a_file_without_rows(run: Finished, tmp_path: Path, asked: list[int]):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("")
-    assert infer_batch(run, source, out) == 0
-    assert (out.read_bytes(), asked) == (b"", [])
-
-
 def test_a_row_too_long_for_the_model_is_refused_by_its_place_before_any_is_answered(
     run: Finished, tmp_path: Path, asked: list[int], capsys: pytest.CaptureFixture[str]
 ):
@@ -370,32 +335,6 @@ def test_rows_that_change_while_they_are_answered_are_noticed(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.slow
-def test_a_killed_batch_continues_where_it_was(run: Finished, tmp_path: Path):
-    rows, out, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
-    rows.write_text("".join(json.dumps({"prompt": f"{n} why old boats"}) + "\n" for n in range(600)))
-    assert infer_batch(run, rows, whole, "--temperature", "1") == 0
-    config = run.folder.path.parents[1] / "run.yaml"
-    argv = [sys.executable, "-m", "sftplay", "infer-batch", "--config", config, "--in", rows, "--out", out]
-    side = tmp_path / "out.jsonl.part"
-    process = subprocess.Popen([*map(str, argv), "--temperature", "1"], cwd=ROOT, stdout=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: side.exists() and side.stat().st_size > 2000)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert not out.exists()
-    kept = side.read_bytes().count(b"\n") - 1
-    assert 0 < kept < 200
-    row_numbers: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "answer_batch", lambda *of, rows: row_numbers.extend(rows) or answer_batch(*of, rows=rows))
-        assert infer_batch(run, rows, out, "--temperature", "1") == 0
-    assert len(row_numbers) == 600 - 3 * kept
-    assert out.read_bytes() == whole.read_bytes()
-    assert not side.exists()
-
-
 def test_a_text_file_has_a_question_in_each_line(tmp_path: Path):
     (tmp_path / "in.TXT").write_bytes("\ufeffWhy?\r\n\n  How much is é?\nlast".encode())
     found = list(PromptFile(str(tmp_path / "in.TXT")))
@@ -406,19 +345,3 @@ def test_a_text_file_has_a_question_in_each_line(tmp_path: Path):
     before = PromptFile(str(tmp_path / "in.TXT")).digest()
     (tmp_path / "in.TXT").write_text("other")
     assert PromptFile(str(tmp_path / "in.TXT")).digest() != before
-
-
-def test_a_plain_text_is_gone_on_with_as_it_was_trained(tmp_path: Path, tokenizer: Any):
-    (tmp_path / "in.jsonl").write_text('{"text": "the river walks"}\n')
-    (found,) = PromptFile(str(tmp_path / "in.jsonl"))
-    renderer = Renderer.prove(tokenizer, None, samples=[])
-    ids = found.prompt(renderer)
-    assert tokenizer.decode(ids) == "the river walks"
-    assert renderer.render([Text("the river walks", found.source)])[0].input_ids[:-1] == ids
-
-
-def test_columns_and_encoding_of_the_run_hold_for_the_rows_to_answer(tmp_path: Path):
-    (tmp_path / "in.csv").write_bytes("frage;x\nWarum schön?;1\n".encode("cp1252"))
-    reading = LayoutOptions(columns=(("question", "frage"), ("answer", "antwort")))
-    (found,) = PromptFile(str(tmp_path / "in.csv"), reading, Dialect("cp1252", ";"))
-    assert found.messages[-1].content == "Warum schön?"

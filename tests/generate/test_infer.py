@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 from sftplay import cli
 from sftplay.commands import infer
 from sftplay.data.render.render import Renderer
-from sftplay.errors import DataError
 from sftplay.generate.chat import HELP, Conversation, run_command
 from sftplay.generate.generate import Generator, TextStreamer
 
@@ -75,33 +74,6 @@ def rendered(tokenizer: Any, turns: list[tuple[str, str]]) -> str:
     messages = [{"role": role, "content": content} for role, content in turns]
     text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return text
-
-
-def test_a_conversation_is_remembered_until_it_is_reset(conversation: Conversation, asked: list[str], tokenizer: Any):
-    first, _ = say(conversation, "the river")
-    say(conversation, "why")
-    assert run_command(conversation, "/reset") == "what was said is forgotten"
-    say(conversation, "why")
-    assert asked == [
-        rendered(tokenizer, turns)
-        for turns in (
-            [("user", "the river")],
-            [("user", "the river"), ("assistant", first), ("user", "why")],
-            [("user", "why")],
-        )
-    ]
-
-
-def test_system_prompt_is_set_shown_and_removed(conversation: Conversation, asked: list[str], tokenizer: Any):
-    assert run_command(conversation, "/system") == "there is no system prompt"
-    assert run_command(conversation, "/system old  boats") == "system prompt: old  boats"
-    say(conversation, "why")
-    assert run_command(conversation, "/reset")
-    assert run_command(conversation, "/system") == "system prompt: old  boats"
-    assert run_command(conversation, "/system -") == "there is no system prompt"
-    say(conversation, "why")
-    turns = [("user", "why")]
-    assert asked == [rendered(tokenizer, [("system", "old  boats"), *turns]), rendered(tokenizer, turns)]
 
 
 def test_longest_answer_and_temperature_are_set_and_shown(conversation: Conversation, tokenizer: Any):
@@ -164,25 +136,6 @@ def test_the_oldest_turns_are_forgotten_with_a_message_when_they_no_longer_fit(
         remembered.append(("assistant", answer))
         assert [(turn.role, turn.content) for turn in conversation.turns] == remembered
     assert forgotten >= 4
-
-
-def test_words_that_do_not_fit_alone_are_refused_and_not_remembered(conversation: Conversation, asked: list[str]):
-    say(conversation, "why")
-    before = list(conversation.turns)
-    with pytest.raises(DataError, match="and the model reads 120"):
-        say(conversation, "seven " * 130)
-    assert conversation.turns == before
-    assert len(asked) == 1
-
-
-def test_an_answer_is_as_long_as_there_is_room_and_that_is_said(
-    conversation: Conversation, asked: list[str], tokenizer: Any
-):
-    assert run_command(conversation, "/max 500")
-    conversation.generator = Generator(conversation.generator.model, tokenizer, [], 500)
-    _, notes = say(conversation, "why")
-    n_prompt = len(tokenizer(asked[0])["input_ids"])
-    assert notes == [f"the model reads 120 tokens: there is room for an answer of {120 - n_prompt}"]
 
 
 class Interrupting(io.StringIO):
@@ -256,33 +209,6 @@ def test_commands_and_turns_come_through_a_pipe_and_the_end_of_input_ends(
     assert [prompt.count("<|im_start|>user") for prompt in asked] == [1, 2, 3]
     assert "user\n/etc<|im_end|>" in asked[1]
     assert asked[2].startswith("<|im_start|>system\ngreen<|im_end|>")
-
-
-def test_quit_ends_before_what_follows(run: Finished, monkeypatch: pytest.MonkeyPatch, asked: list[str]):
-    assert typed(run, monkeypatch, "/quit\nwhy\n") == 0
-    assert asked == []
-
-
-def test_the_same_seed_says_the_same_and_another_seed_something_else(
-    run: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def answers(seed: str) -> str:
-        assert typed(run, monkeypatch, "the river\nwhy\n", "--temperature", "2", "--seed", seed) == 0
-        return "\n".join(line for line in capsys.readouterr().out.split("\n") if not line.startswith("["))
-
-    first = answers("7")
-    assert answers("7") == first
-    assert answers("8") != first
-
-
-def test_ctrl_c_at_the_prompt_ends_with_130(run: Finished, monkeypatch: pytest.MonkeyPatch):
-    class Keyboard(io.StringIO):
-        def readline(self, *_: Any) -> str:
-            os.kill(os.getpid(), signal.SIGINT)
-            return "why\n"
-
-    monkeypatch.setattr("sys.stdin", Keyboard())
-    assert cli.main(["infer", "--config", str(run.folder.path.parents[1] / "run.yaml")]) == 130
 
 
 @pytest.mark.parametrize(

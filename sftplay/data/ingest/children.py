@@ -33,21 +33,9 @@ NO_ROOM_CODE = 28
 """Exit code of a child that found the disk full. The file that it reads is not at fault."""
 
 
-@dataclass
-class Child:
-    """A running child and its bounds."""
-
-    number: int
-    began: float
-    limit_s: float | None
-    memory_bytes: int | None
-    peak_bytes: int = 0
-    killed_for: str = ""
-
-
 def serve(requests: int, answers: int) -> None:
     """Start the requested tasks until the request pipe is closed."""
-    children: dict[int, Child] = {}
+    children: dict[int, dict[str, Any]] = {}  # pid -> its task, with what is known of the child
     rest = b""
     woken, wakes = os.pipe()
     for end in (woken, wakes):
@@ -71,22 +59,22 @@ def serve(requests: int, answers: int) -> None:
                 pid = os.fork()
                 if pid == 0:
                     _run(task, os.getppid())
-                children[pid] = Child(task["number"], time.monotonic(), task["limit_s"], task["memory_bytes"])
+                children[pid] = {**task, "began": time.monotonic(), "peak_bytes": 0, "killed_for": ""}
         _reap(children, answers)
         for pid, child in children.items():
             held = _held_bytes(pid)
-            child.peak_bytes = max(child.peak_bytes, held)
-            if child.memory_bytes and held > child.memory_bytes:
-                child.killed_for = "memory"
-            elif child.limit_s and time.monotonic() - child.began > child.limit_s:
-                child.killed_for = child.killed_for or "timeout"
-            if child.killed_for:
+            child["peak_bytes"] = max(child["peak_bytes"], held)
+            if child["memory_bytes"] and held > child["memory_bytes"]:
+                child["killed_for"] = "memory"
+            elif child["limit_s"] and time.monotonic() - child["began"] > child["limit_s"]:
+                child["killed_for"] = child["killed_for"] or "timeout"
+            if child["killed_for"]:
                 _kill(pid)
     for pid in list(children):
         _kill(pid)
 
 
-def _reap(children: dict[int, Child], answers: int) -> None:
+def _reap(children: dict[int, dict[str, Any]], answers: int) -> None:
     """Report how children have ended, and kill the processes that they left."""
     while children:
         try:
@@ -98,8 +86,9 @@ def _reap(children: dict[int, Child], answers: int) -> None:
         child = children.pop(pid, None)
         if child is not None:
             answer = {
-                "number": child.number, "exit_code": os.waitstatus_to_exitcode(status), "killed_for": child.killed_for,
-                "seconds": time.monotonic() - child.began, "peak_bytes": max(used.ru_maxrss * 1024, child.peak_bytes),
+                "number": child["number"], "exit_code": os.waitstatus_to_exitcode(status),
+                "killed_for": child["killed_for"], "seconds": time.monotonic() - child["began"],
+                "peak_bytes": max(used.ru_maxrss * 1024, child["peak_bytes"]),
             }  # fmt: skip
             os.write(answers, json.dumps(answer).encode() + b"\n")
         for stray in set(_list_children(os.getpid())) - set(children):

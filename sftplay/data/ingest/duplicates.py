@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,8 +114,7 @@ EARLIEST, LATEST = 2, 6
 """Earlier texts of the same band that a text is compared with: the first ones, and those just before it."""
 
 
-@dataclass(frozen=True)
-class DuplicatePair:
+class DuplicatePair(NamedTuple):
     """A dropped text and the kept one that it repeats."""
 
     kept: int
@@ -181,16 +180,3 @@ def find_near(
                 kept_for[later] = first
                 yield DuplicatePair(first, later, share)
                 break
-
-
-def find_first_equal(keys: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
-    """Return for each text the first one with the same keys: itself, or the one that it repeats exactly."""
-    n = len(keys[0])
-    if not n:
-        return np.zeros(0, np.int64)
-    order = np.lexsort((np.arange(n), *keys))
-    is_new = np.ones(n, bool)
-    is_new[1:] = np.any([key[order][1:] != key[order][:-1] for key in keys], axis=0)
-    firsts = np.empty(n, np.int64)
-    firsts[order] = order[np.maximum.accumulate(np.where(is_new, np.arange(n), 0))]
-    return firsts

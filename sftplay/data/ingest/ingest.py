@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from sftplay import log
 from sftplay.atomic import read_object, whole_file, write_text
 from sftplay.data.ingest.children import NO_ROOM_CODE, ChildEnd, ChildPool, ChildTask
-from sftplay.data.ingest.cleaning import COLUMNS, EXAMPLES, format_example, repeated
 from sftplay.data.ingest.duplicates import (
     PERMUTATIONS,
     DuplicatePair,
@@ -30,10 +29,9 @@ from sftplay.data.ingest.duplicates import (
     Signature,
     count_band_rows,
     find_candidates,
-    find_first_equal,
     find_near,
 )
-from sftplay.data.ingest.reading import is_streamed, shard_path
+from sftplay.data.ingest.reading import EXAMPLES, RECORD, format_example, is_streamed, repeated, shard_path
 from sftplay.data.ingest.walk import (
     ERRORS,
     STEPS,
@@ -48,7 +46,8 @@ from sftplay.data.ingest.walk import (
 )
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, error_from_json
 
-READ, FINISH = "sftplay.data.ingest.reading", "sftplay.data.ingest.cleaning"
+STAGES = "sftplay.data.ingest.reading"
+"""The module with what children do."""
 
 CHUNK_BYTES, CHUNK_SHARDS = 16 << 20, 500
 """Shards that are finished together."""
@@ -112,7 +111,7 @@ def finish_all(
     known = [read_answer(stem) for stem in stems]
     tasks = (
         ChildTask(
-            function=f"{FINISH}.finish", answer=answer_path(stem),
+            function=f"{STAGES}.finish", answer=answer_path(stem),
             arguments={"shards": shards, "stem": stem, "lines": listed, **options},
         )
         for shards, stem, answer in zip(planned, stems, known, strict=True)
@@ -134,7 +133,7 @@ def _task(found: WalkEntry, settings: Settings, *, stem: str) -> ChildTask:
     with suppress(OSError):  # the child reports what is wrong with it
         extra = found.size / 4_000_000 if is_streamed(found.path, found.size) else 0.0  # 4 MB a second
     return ChildTask(
-        function=f"{READ}.read_file", answer=answer_path(stem), limit_s=settings.limit_s + extra,
+        function=f"{STAGES}.read_file", answer=answer_path(stem), limit_s=settings.limit_s + extra,
         memory_bytes=settings.memory_bytes, most_file_bytes=2 << 30,  # of any file that a reader or its library writes
         arguments={
             "path": str(found.path), "stem": stem, "size": found.size, "mtime_ns": found.mtime_ns,
@@ -203,15 +202,12 @@ class Records:
     def __init__(self, chunks: Sequence[RecordChunk]) -> None:
         self._chunks = chunks
         self._starts = [0, *accumulate(chunk.answer["records"] for chunk in chunks)]
-        tables = [np.fromfile(f"{chunk.stem}.table", np.uint64) for chunk in chunks]
-        self.table = np.concatenate([np.zeros(0, np.uint64), *tables]).reshape(-1, len(COLUMNS))
+        tables = [np.fromfile(f"{chunk.stem}.table", RECORD) for chunk in chunks]
+        self.table = np.concatenate([np.zeros(0, RECORD), *tables])
         self.signature = lru_cache(maxsize=1 << 16)(self._read_signature)  # 40 MB
 
     def __len__(self) -> int:
         return len(self.table)
-
-    def column(self, name: str) -> NDArray[np.uint64]:
-        return self.table[:, COLUMNS.index(name)]
 
     def lines(self) -> Iterator[bytes]:
         for chunk in self._chunks:
@@ -221,7 +217,7 @@ class Records:
     def record(self, number: int) -> dict[str, Any]:
         chunk, place = self._find(number)
         with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
-            stream.seek(int(self.column("end")[number - 1]) if place else 0)
+            stream.seek(int(self.table["end"][number - 1]) if place else 0)
             return dict(json.loads(stream.readline()))
 
     def bands(self, near: float) -> Iterator[Hashes]:
@@ -247,7 +243,8 @@ def compare(records: Records, settings: Settings) -> tuple[NDArray[np.int64], li
     """
     repeats = np.arange(len(records))
     if settings.does("duplicates"):
-        repeats = find_first_equal([records.column("key"), records.column("key2")])
+        _, firsts, numbers = np.unique(records.table["key"], return_index=True, return_inverse=True)
+        repeats = firsts[numbers]
     if not settings.does("near_duplicates"):
         return repeats, []
     candidates = find_candidates(records.bands(settings.near), repeats == np.arange(len(records)))
@@ -293,7 +290,7 @@ def build_report(
         "guessed_encodings": dict(sorted(guessed.items())),
         "unreadable": dict(sorted(unreadable.items())),
         "skipped": dict(sorted(Counter(file["reason"] for file in rest if file["status"] == "skipped").items())),
-        "characters": int(records.column("chars")[reasons == KEPT].sum()),
+        "characters": int(records.table["chars"][reasons == KEPT].sum()),
         "by": settings.by,
         "steps": {step: "on" if settings.does(step) else "off" for step in STEPS},
         "cleaned_blocks": dict(sum((Counter(answer.get("cleaned", {})) for answer in answers), Counter())),
@@ -318,13 +315,13 @@ def _list_files(
     for chunk in chunks:
         for place, counts in chunk.answer["dropped"].items():
             dropped[int(place)].update(counts)
-    owners = records.column("file").astype(np.int64)
+    owners = records.table["file"].astype(np.int64)
     for code in (DUPLICATE, NEAR_DUPLICATE):
         for place, count in Counter(owners[reasons == code].tolist()).items():
             dropped[place][REASONS[code]] += count
     is_kept = reasons == KEPT
     kept = np.bincount(owners[is_kept], minlength=len(documents))
-    characters = np.bincount(owners[is_kept], records.column("chars")[is_kept], minlength=len(documents))
+    characters = np.bincount(owners[is_kept], records.table["chars"][is_kept], minlength=len(documents))
     files = []
     for place, document in enumerate(documents):
         answer, found = document.answer, document.found
@@ -463,7 +460,7 @@ def _make_records(settings: Settings, found: Sequence[WalkEntry], *, work: WorkF
     files = [entry for entry in found if not entry.reason]
     errors = work.folder / ERRORS
     kinds = sorted({entry.path.suffix.lower() for entry in files} - {""})
-    warmed = [":".join([READ, *kinds]), ":".join([FINISH, *settings.languages])]
+    warmed = [":".join([STAGES, *kinds, *settings.languages])]
     with ChildPool(settings.workers, warmed=warmed, errors=errors) as pool:
         documents = read_all(files, settings, work=work, pool=pool)
         # The lines of files of rows do not count: such files stay unchanged.

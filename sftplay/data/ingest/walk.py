@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from sftplay import __version__
 from sftplay.atomic import locked, read_object
-from sftplay.data.ingest.by_kind import SUFFIXES
+from sftplay.data.ingest.extract.document import SUFFIXES
 from sftplay.errors import ConfigError, DataError
 
 CLEANING = ("encoding", "unicode", "control", "spaces")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ingest_libraries import LISTS, judge
-from sftplay.data.ingest.by_kind import extract
+from sftplay.data.ingest.extract.document import extract
 from tests.conftest import SHARED_DATA
 
 DOCUMENTS = SHARED_DATA / "documents"
@@ -36,8 +36,3 @@ def test_a_document_keeps_what_its_check_list_names_and_nothing_else(name):
     assert [point for point, is_met in judge(text, found.title, CHECK_LISTS[name]) if not is_met] == []
     pages = {block.page for block in found.blocks}
     assert pages == ({1} if name.endswith(".pdf") else {None})
-
-
-@pytest.mark.skipif(not DOCUMENTS.is_dir(), reason=f"needs the documents at {DOCUMENTS}")
-def test_every_document_of_the_folder_has_a_check_list():
-    assert {path.name for path in DOCUMENTS.iterdir()} - {"README.md"} == set(CHECK_LISTS)

@@ -7,22 +7,19 @@ from importlib.util import find_spec
 
 import pytest
 
-from sftplay.data.ingest.cleaning import (
-    SURE,
+from sftplay.data.ingest.extract.document import Block
+from sftplay.data.ingest.reading import (
     SUSPECT,
     TextCleaner,
-    detect_language,
     line_keys,
     repeated,
     without_lines,
     write_keys,
 )
-from sftplay.data.ingest.extract.document import Block
 from sftplay.data.ingest.walk import CLEANING
 
 WITHOUT_FTFY = [step for step in CLEANING if step != "encoding"]
 needs_ftfy = pytest.mark.skipif(find_spec("ftfy") is None, reason="needs ftfy, of the extra `ingest`")
-needs_langid = pytest.mark.skipif(find_spec("py3langid") is None, reason="needs py3langid, of the extra `ingest`")
 
 
 def clean(text: str, kind: str = "paragraph", steps: list[str] = WITHOUT_FTFY) -> str:
@@ -54,17 +51,6 @@ def test_code_and_tables_keep_their_columns():
     assert clean("| a    | b |\n| ---- | - |", "table") == "| a    | b |\n| ---- | - |"
 
 
-def test_each_step_counts_the_blocks_that_it_changed():
-    cleaner = TextCleaner(WITHOUT_FTFY)
-    for text in ("a  b", "plain", "e\u0301", "x\x00  y"):
-        cleaner.clean(Block(text))
-    assert cleaner.changed == {"spaces": 2, "unicode": 1, "control": 1}
-
-
-def test_a_step_that_is_left_out_changes_nothing():
-    assert clean("a  b\x00e\u0301", steps=[]) == "a  b\x00e\u0301"
-
-
 BROKEN = ["Ã©tÃ©", "donâ€™t", "GrÃ¶ÃŸe", "â€œquotedâ€\x9d", "Ã  la carte", "Ð¿Ñ€Ð¸Ð²ÐµÑ‚", "ä¸­æ–‡"]
 
 
@@ -75,14 +61,6 @@ def test_a_wrong_decoding_is_undone_as_ftfy_does_it(text):
 
     assert SUSPECT.search(text)
     assert clean(f"before {text} behind", steps=["encoding"]) == fix_encoding(f"before {text} behind")
-
-
-@needs_ftfy
-@pytest.mark.parametrize(
-    "text", ["été", "don’t — “so”", "Größe", "привет, мир", "中文", "ÃO É", "naïve café", "« déjà »"]
-)
-def test_a_right_decoding_stays(text):
-    assert clean(text, steps=["encoding"]) == text
 
 
 def test_a_line_of_half_of_the_documents_goes_but_no_heading_table_or_code(tmp_path):
@@ -101,24 +79,3 @@ def test_a_line_of_half_of_the_documents_goes_but_no_heading_table_or_code(tmp_p
     assert [block[0] for block in kept] == ["Text 0", "and 0", foot]
     assert taken == {foot: 1}
     assert repeated(paths[:4]) == []  # too few documents to tell
-
-
-@needs_langid
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("The pump must be switched off before the cover is opened.", "en"),
-        ("Vor dem Öffnen der Abdeckung muss die Pumpe ausgeschaltet werden.", "de"),
-        ("La pompe doit être arrêtée avant d'ouvrir le couvercle.", "fr"),
-        ("开盖前必须关闭水泵，并拔下电源插头。请在维修之前阅读本手册的全部内容，以免发生事故。", "zh"),
-    ],
-)
-def test_the_language_of_a_text_is_found(text, code):
-    found, share = detect_language(text * 20)
-    assert (found, share > SURE) == (code, True)
-
-
-@needs_langid
-@pytest.mark.parametrize("text", ["# Test Document\n\n## 1. Section 1", "x = y(1)", "ALICE\n\nLewis Carroll"])
-def test_no_language_is_sure_where_there_is_no_sentence(text):
-    assert detect_language(text)[1] < SURE

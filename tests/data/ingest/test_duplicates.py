@@ -11,13 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.data.ingest.duplicates import (
-    PERMUTATIONS,
-    PIECE_CHARS,
     SHINGLE_WORDS,
     band_keys,
-    count_band_rows,
     find_candidates,
-    find_first_equal,
     find_near,
     shingles,
     signature,
@@ -46,35 +42,9 @@ def test_shingles_are_as_many_and_as_alike_as_sets_of_runs_of_five_words(one, ot
     assert similarity(shingles(one), shingles(other)) == pytest.approx(expected)
 
 
-def test_a_long_text_has_the_shingles_of_its_pieces():
-    text = " ".join(random_words(1, n_words=PIECE_CHARS // 4))
-    assert len(text) > PIECE_CHARS
-    assert len(shingles(text)) == len(word_sets(text))
-
-
 def test_writing_without_spaces_counts_characters_as_words():
     assert len(shingles("天地玄黄宇宙洪荒")) == 8 - SHINGLE_WORDS + 1
     assert len(shingles("안녕하세요 여러분 오늘은 날씨가 참 좋습니다")) == 6 - SHINGLE_WORDS + 1
-
-
-def test_signatures_estimate_the_exact_share():
-    errors = []
-    for number in range(60):
-        words = random_words(number)
-        other = words[: 300 - number] + random_words(number + 1000, n_words=number)
-        pair = [" ".join(words), " ".join(other)]
-        exact = similarity(*map(shingles, pair))
-        one, two = (signature(shingles(text)) for text in pair)
-        errors.append((one == two).mean() - exact)
-    assert abs(np.mean(errors)) < 0.015
-    assert np.sqrt(np.mean(np.square(errors))) < 1.3 * 0.5 / PERMUTATIONS**0.5  # binomial, at its widest
-
-
-@pytest.mark.parametrize("near", [0.5, 0.7, 0.8, 0.9, 1.0])
-def test_a_pair_at_the_least_similarity_shares_a_band_almost_surely(near):
-    rows = count_band_rows(near)
-    assert 1 - (1 - near**rows) ** (PERMUTATIONS // rows) >= 0.999
-    assert rows == 16 or 1 - (1 - near ** (rows + 1)) ** (PERMUTATIONS // (rows + 1)) < 0.999
 
 
 def dropped(texts: list[str], near: float = 0.8) -> dict[int, tuple[int, float]]:
@@ -117,9 +87,3 @@ def test_a_chain_of_small_changes_does_not_drop_what_is_far_from_all_that_is_kep
     assert len(kept) > 2
     assert all(share >= 0.8 for _, share in found.values())
     assert {first for first, _ in found.values()} <= set(kept)
-
-
-def test_the_first_of_equal_texts_is_found_for_each():
-    keys = [np.array([5, 7, 5, 5, 9, 7], np.uint64), np.array([1, 1, 1, 2, 1, 1], np.uint64)]
-    assert find_first_equal(keys).tolist() == [0, 1, 0, 3, 4, 1]
-    assert find_first_equal([np.zeros(0, np.uint64)] * 2).tolist() == []

@@ -20,12 +20,7 @@ from made_documents import write_pdf
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.cli import main
-from sftplay.data.ingest import reading
 from sftplay.data.ingest.children import NO_ROOM_CODE, ChildEnd
-from sftplay.data.ingest.cleaning import joined, split_sections
-from sftplay.data.layouts import to_record
-from sftplay.data.read import read_rows
-from sftplay.data.row_outcomes import unused_columns
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = [] if find_spec("ftfy") else ["--without", "encoding"]
@@ -102,19 +97,6 @@ def test_by_section_each_row_has_its_path_of_headings(folder):
     rows = folder.ingest("--by", "section")
     assert [row["section"] for row in rows] == ["Pumps", "Pumps > Seals > Old", "Pumps > New"]
     assert rows[1]["text"].startswith("## Seals\n\n### Old\n\n")
-
-
-def test_every_character_of_a_text_has_the_page_of_its_block():
-    blocks = [("one", "paragraph", 0, 1), ("two", "paragraph", 0, 1), ("three", "paragraph", 0, 2)]
-    text, pages = joined(blocks)
-    assert (text, pages) == ("one\n\ntwo\n\nthree", [[1, 0, 10], [2, 10, 15]])
-    assert [text[begin:end] for _, begin, end in pages] == ["one\n\ntwo\n\n", "three"]
-
-
-def test_sections_lose_no_block():
-    kinds = [("heading", 1), ("heading", 2), ("paragraph", 0), ("heading", 2), ("code", 0), ("heading", 1)]
-    blocks = [(f"{place}", kind, level, None) for place, (kind, level) in enumerate(kinds)]
-    assert [block for _, part in split_sections(blocks) for block in part] == blocks
 
 
 @pytest.mark.contract
@@ -224,16 +206,6 @@ def test_rows_of_tables_are_taken_as_they_are(folder):
     rows = folder.ingest()
     assert [row["text"] for row in rows] == texts
     assert [row["row"] for row in rows] == [1, 2, 1, 1, 2]
-
-
-def test_training_reads_every_row_and_calls_no_column_unused(folder):
-    for number in range(3):
-        folder.write(f"{number}.txt", prose(number))
-    rows = folder.ingest()
-    read = list(read_rows(str(folder.out)))
-    assert [to_record(row, source).text for source, row in read] == [row["text"] for row in rows]
-    assert [unused_columns(row) for _, row in read] == [()] * 3
-    assert unused_columns({"text": "x", "label": 1, "source": "y"}) == ("label", "source")
 
 
 @pytest.mark.contract
@@ -364,28 +336,6 @@ def test_a_killed_command_goes_on_and_gives_the_same_bytes(folder):
     assert not folder.out.with_name(f".{folder.out.name}.ingest").exists()
 
 
-def test_what_was_finished_before_a_kill_is_not_done_again(folder, monkeypatch):
-    for number in range(3):
-        folder.write(f"{number}.txt", prose(number))
-
-    def killed(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("sftplay.data.ingest.ingest.compare", killed)
-        folder.ingest(code=130)
-    work = folder.out.with_name(f".{folder.out.name}.ingest")
-    answers = {path.name: path.stat().st_mtime_ns for path in work.glob("*.json")}
-    assert len(answers) == 4  # three files and a chunk
-    with monkeypatch.context() as patch:
-        patch.setattr("sftplay.data.ingest.ingest._write", killed)
-        folder.ingest(code=130)
-    assert {path.name: path.stat().st_mtime_ns for path in work.glob("*.json")} == answers
-    assert not folder.out.exists()
-    (folder.docs / "1.txt").write_text(prose(7))
-    assert [row["text"] for row in folder.ingest()] == [prose(0), prose(7), prose(2)]
-
-
 @pytest.mark.contract
 def test_a_killed_command_leaves_no_process(folder):
     for number in range(3):
@@ -428,18 +378,6 @@ def test_a_text_that_is_not_utf8_is_read_in_the_likeliest_encoding_which_is_said
     assert folder.status(name)["notes"] == ["not UTF-8 and names no encoding: read as cp1252, the likeliest"]
 
 
-def test_a_long_text_that_is_not_utf8_is_read_in_the_likeliest_encoding_too(folder, monkeypatch):
-    monkeypatch.setattr(reading, "LONG_TEXT_BYTES", 4096)
-    path = folder.write("a.txt", "\n\n".join(f"{n}. {GERMAN}" for n in range(40)).encode("latin-1"))
-    stem = str(folder.home / "shard")
-    stat = path.stat()
-    found = reading.read_file(
-        path=str(path), stem=stem, size=stat.st_size, mtime_ns=stat.st_mtime_ns, encoding="auto", cleaning=[]
-    )
-    assert (found["status"], found["guessed_encoding"]) == ("read", "cp1252")
-    assert "Größere Mängel" in (folder.home / "shard.0000.jsonl").read_text()
-
-
 def test_what_a_reader_died_of_is_kept_with_its_traceback_and_said(folder, monkeypatch, capsys):
     folder.write("good.md", f"# Pumps\n\n{prose(1)}\n")
     folder.write("bad.docx", b"PK\x03\x04")
@@ -449,12 +387,10 @@ def test_what_a_reader_died_of_is_kept_with_its_traceback_and_said(folder, monke
     broken = folder.home / "broken"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(
-        "import sftplay.data.ingest.by_kind as kinds\n"
-        "def find_reader(kind, real=kinds.find_reader):\n"
-        "    def of_a_bug(path, encoding):\n"
-        "        return {}['a bug of the kit']\n"
-        "    return of_a_bug if kind == 'docx' else real(kind)\n"
-        "kinds.find_reader = find_reader\n"
+        "import sftplay.data.ingest.extract.office as office\n"
+        "def of_a_bug(path, encoding):\n"
+        "    return {}['a bug of the kit']\n"
+        "office.read_word = of_a_bug\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{broken}:{ROOT}")
     folder.ingest()

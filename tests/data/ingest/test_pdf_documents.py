@@ -7,8 +7,7 @@ from importlib.util import find_spec
 import pytest
 from made_documents import write_pdf
 
-from sftplay.data.ingest.by_kind import extract
-from sftplay.data.ingest.extract.document import Unreadable
+from sftplay.data.ingest.extract.document import Unreadable, extract
 
 pytestmark = pytest.mark.skipif(find_spec("pypdfium2") is None, reason="needs pypdfium2: make install EXTRAS=ingest")
 
@@ -82,11 +81,6 @@ def test_running_headers_footers_and_page_numbers_go_and_blocks_know_their_page(
         ("Page 2 tells of carbon alone and of nothing else.", 3),
         ("Page 3 tells of steel alone and of nothing else.", 4),
     ]
-
-
-def test_a_first_line_that_stands_at_the_top_of_one_page_only_stays(tmp_path):
-    pages = [[(60, 800, f"{word} is a metal.")] for word in ("Aluminium", "Titanium", "Steel")]
-    assert len(extract(write_pdf(tmp_path / "a.pdf", pages)).blocks) == 3
 
 
 def test_a_paragraph_that_goes_over_to_the_next_page_is_one_and_belongs_to_the_page_where_it_begins(tmp_path):

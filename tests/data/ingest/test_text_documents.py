@@ -7,8 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from sftplay.data.ingest.by_kind import extract
-from sftplay.data.ingest.extract.document import cut_licence
+from sftplay.data.ingest.extract.document import cut_licence, extract
 
 needs_docutils = pytest.mark.skipif(find_spec("docutils") is None, reason="needs docutils: make install EXTRAS=ingest")
 
@@ -39,19 +38,6 @@ def test_lines_broken_at_a_width_are_joined_and_verse_keeps_its_lines(tmp_path):
         ("heading", "## CHAPTER II. The Whistle"),
         ("heading", "# Heading"),
     ]
-
-
-def test_text_in_utf_16_and_with_other_line_ends_is_read(tmp_path):
-    (tmp_path / "a.txt").write_bytes("first\r\n\r\nzweite Größe".encode("utf-16"))
-    assert [block.text for block in extract(tmp_path / "a.txt").blocks] == ["first", "zweite Größe"]
-    (tmp_path / "b.txt").write_bytes("Größe".encode("cp1252"))
-    assert extract(tmp_path / "b.txt", "cp1252").blocks[0].text == "Größe"
-
-
-def test_right_to_left_text_is_kept_letter_by_letter(tmp_path):
-    text = "مرحبا بالعالم — שלום"
-    assert read(tmp_path / "a.txt", text) == [("paragraph", text)]
-    assert read(tmp_path / "a.html", f'<p dir="rtl">{text}</p>') == [("paragraph", text)]
 
 
 def test_a_gutenberg_text_loses_its_header_and_licence_and_other_texts_nothing():
@@ -102,12 +88,6 @@ def test_a_web_page_gives_its_content_as_markdown_without_navigation(tmp_path):
         ("paragraph", "Use `on()`."),
     ]
     assert extract(tmp_path / "a.html").title == "The pump"
-
-
-def test_a_manual_whose_whole_page_is_content_stays_whole(tmp_path):
-    rows = "".join(f'<p><a href="f{n}.html">function {n}</a></p>' for n in range(30))
-    page = f"<html><body><h1>Functions</h1><p>Short.</p>{rows}<hr><p>End</p></body></html>"
-    assert len(read(tmp_path / "a.html", page)) == 33
 
 
 def test_a_manual_made_by_sphinx_keeps_its_links_notes_and_sections_of_any_name(tmp_path):

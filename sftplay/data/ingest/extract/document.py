@@ -1,12 +1,17 @@
-"""A document as blocks of text, and plain text files."""
+"""A document of any kind as blocks of text: its kind is detected by content first, then the reader of it is called.
+
+No library is imported before a file of its kind is read. Plain text files are read here.
+"""
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -79,6 +84,30 @@ def heading(text: str, level: int, *, page: int | None = None) -> Block:
     return Block(f"{'#' * level} {' '.join(text.split())}", "heading", level, page)
 
 
+def as_markdown(rows: Iterable[Sequence[str]]) -> str:
+    """Return the rows as a Markdown table with the first row as the head; empty rows and columns are left out."""
+    kept = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    kept = [row for row in kept if any(row)]
+    width = max(map(len, kept), default=0)
+    used = [place for place in range(width) if any(place < len(row) and row[place] for row in kept)]
+    if not used:
+        return ""
+    lines = ["| " + " | ".join(row[place] if place < len(row) else "" for place in used) + " |" for row in kept]
+    return "\n".join([lines[0], "|" + " --- |" * len(used), *lines[1:]])
+
+
+CONTENTS = re.compile(r"(?:table of )?contents|on this page|in this article", re.I)
+
+
+def without_empty_contents(blocks: list[Block]) -> list[Block]:
+    """Return the blocks without the headings of removed tables of contents."""
+    kept = []
+    for block, after in zip(blocks, [*blocks[1:], Block("", "heading")]):
+        if not (block.kind == after.kind == "heading" and CONTENTS.fullmatch(block.text.lstrip("# "))):
+            kept.append(block)
+    return kept
+
+
 MOST_BYTES = 64 << 20
 """Of one text file. The text, its blocks and their row are in memory together, at up to four bytes a character."""
 
@@ -93,14 +122,19 @@ def read_characters(path: Path, encoding: str = "auto", *, most: int = MOST_BYTE
     """Return the whole text, and its encoding where that was guessed, see `open_charset`.
     Raise Unreadable where it is too large, binary, or not in the encoding.
     """
-    size = path.stat().st_size
-    if size > most:
-        raise Unreadable("too_large", f"{size >> 20} MiB of text; {most >> 20} MiB are read: split the file")
+    check_size(path, most)
     charset, guessed = open_charset(path, encoding)
     with charset.open(newline=None) as stream:
         text = stream.read().removeprefix(BOM)
     check_characters(text, charset)
     return text, guessed
+
+
+def check_size(path: Path, most: int = MOST_BYTES) -> None:
+    """Raise Unreadable where a file that is read as a whole is too large."""
+    size = path.stat().st_size
+    if size > most:
+        raise Unreadable("too_large", f"{size >> 20} MiB of text; {most >> 20} MiB are read: split the file")
 
 
 def open_charset(path: Path, encoding: str) -> tuple[Charset, str]:
@@ -195,11 +229,13 @@ def split_plain(text: str) -> list[Block]:
     """Return the paragraphs of a text, which empty lines divide."""
     parts = [part.strip("\n").rstrip() for part in re.split(r"\n[ \t]*(?:\n[ \t]*)+", text)]
     parts = [part for part in parts if part.strip()]
-    width = wrap_width(parts)
-    return [to_block(part, width) for part in parts]
+    lengths = sorted(len(line) for part in parts for line in part.split("\n")[:-1])
+    # The column at which lines were broken. A few of a broken text are longer: a word or an address without a break.
+    width = lengths[int(len(lengths) * 0.98)] if lengths else 0
+    return [_to_block(part, width if width >= NARROWEST_WRAP else 0) for part in parts]
 
 
-def to_block(part: str, width: int) -> Block:
+def _to_block(part: str, width: int) -> Block:
     """Return one paragraph; a heading where it is a chapter's line or underlined."""
     lines = part.split("\n")
     if len(lines) == 2 and UNDERLINE.fullmatch(lines[1].strip()) and len(lines[0].strip()) <= LONGEST_HEADING:
@@ -212,9 +248,139 @@ def to_block(part: str, width: int) -> Block:
     return Block(" ".join(line.strip() for line in lines) if is_wrapped else part)
 
 
-def wrap_width(parts: list[str]) -> int:
-    """Return the column at which the text's lines were broken; 0 where they were not."""
-    lengths = sorted(len(line) for part in parts for line in part.split("\n")[:-1])
-    # A few lines of a broken text are longer: a word or an address without a place to break.
-    width = lengths[int(len(lengths) * 0.98)] if lengths else 0
-    return width if width >= NARROWEST_WRAP else 0
+SUFFIXES = {
+    **dict.fromkeys((".txt", ".text"), "txt"),
+    **dict.fromkeys((".md", ".markdown"), "md"),
+    **dict.fromkeys((".rst", ".rest"), "rst"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
+    **dict.fromkeys((".docx", ".docm", ".dotx"), "docx"),
+    **dict.fromkeys((".pptx", ".pptm", ".ppsx"), "pptx"),
+    **dict.fromkeys((".xlsx", ".xlsm"), "xlsx"),
+    **dict.fromkeys((".odt", ".odp", ".ods", ".ott"), "odf"),
+    ".pdf": "pdf",
+    ".eml": "eml",
+}
+"""File name ending -> kind; what a walk over a folder takes as documents."""
+
+READERS = {
+    "txt": ("document", "read_plain"),
+    "md": ("markup", "read_markdown"),
+    "rst": ("markup", "read_restructured"),
+    "eml": ("markup", "read_mail"),
+    "html": ("markup", "read_page"),
+    "docx": ("office", "read_word"),
+    "pptx": ("slides", "read_slides"),
+    "xlsx": ("slides", "read_sheets"),
+    "odf": ("office", "read_opendocument"),
+    "pdf": ("pdf", "read_pdf"),
+}
+"""Kind -> the module below `extract` and its function; it is imported when a file of the kind is read."""
+
+TEXT_KINDS = ("txt", "md", "rst", "eml", "html")
+"""Kinds that cannot be told apart by content with certainty: the file name decides."""
+
+FOREIGN_BEGINNINGS = (
+    (b"\x89PNG", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"GIF8", "a GIF image"),
+    (b"II*\0", "a TIFF image"),
+    (b"\x1f\x8b", "a gzip file"),
+    (b"BZh", "a bzip2 file"),
+    (b"\xfd7zXZ\0", "an xz file"),
+    (b"7z\xbc\xaf", "a 7z archive"),
+    (b"\x7fELF", "a program"),
+    (b"MZ", "a program"),
+    (b"SQLite format 3", "a database"),
+    (b"PAR1", "a parquet file"),
+    (b"{\\rtf", "an RTF document: save it as docx"),
+)
+"""First bytes of kinds that are sometimes given a document's name."""
+
+KIND_BY_PART = {
+    "word/document.xml": "docx",
+    "ppt/presentation.xml": "pptx",
+    "xl/workbook.xml": "xlsx",
+    "content.xml": "odf",
+}
+"""A part of a zip archive -> the kind of document that has it."""
+
+OLD_OFFICE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
+LOCKED_STREAM = "EncryptedPackage".encode("utf-16-le")
+"""The name of a stream in a locked docx, pptx or xlsx, which is packed as an old Office file is ([MS-OFFCRYPTO])."""
+
+HTML_BEGINNING = re.compile(
+    rb"(?:\xef\xbb\xbf)?\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*<(?:!doctype html|html[\s>])", re.I | re.S
+)
+HEAD_BYTES = 4096
+DIRECTORY_BYTES = 1 << 16
+
+
+def extract(path: Path, encoding: str = "auto") -> Extracted:
+    """Return the document's title and blocks.
+
+    `encoding` is that of text files without a byte order mark; "auto" takes UTF-8, UTF-16 where it shows, else the
+    likeliest one, with a note.
+
+    Raises:
+        Unreadable: it gives no text, with the reason.
+        MachineError: the library for this kind is not installed.
+        MemoryError: it does not fit into the memory limit of one document.
+    """
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(HEAD_BYTES)
+    except OSError as error:
+        raise Unreadable("broken", f"the file cannot be opened: {error.strerror}") from None
+    if not head.strip():
+        raise Unreadable("empty", "the file is empty" if not head else "the file begins with nothing but white space")
+    kind = detect_kind(path, head)
+    try:
+        module, name = READERS[kind]
+        found: Extracted = getattr(import_module(f"sftplay.data.ingest.extract.{module}"), name)(path, encoding)
+    except (Unreadable, MachineError, MemoryError):
+        raise
+    except Exception as error:  # the border to foreign parsers: whatever they raise is a counted record
+        raise Unreadable("broken", f"{type(error).__name__}: {error}"[:300]) from error
+    if not any(block.text.strip() for block in found.blocks):
+        raise Unreadable("empty", "the document holds no text")
+    if found.guessed_encoding:
+        note = f"not UTF-8 and names no encoding: read as {found.guessed_encoding}, the likeliest"
+        found = replace(found, notes=(*found.notes, note))
+    named = SUFFIXES.get(path.suffix.lower())
+    if named != kind:
+        found = replace(found, notes=(*found.notes, f"read as {kind} by its content, the name ends in {path.suffix!r}"))
+    return found
+
+
+def detect_kind(path: Path, head: bytes) -> str:
+    """Return the kind of a document with these first bytes. Raise Unreadable where it is not supported."""
+    named = SUFFIXES.get(path.suffix.lower(), "")
+    foreign = next((name for magic, name in FOREIGN_BEGINNINGS if head.startswith(magic)), "")
+    if foreign:
+        raise Unreadable("wrong_format", f"the content is {foreign}; the name ends in {path.suffix!r}")
+    if b"%PDF-" in head[:1024] and (named not in TEXT_KINDS or head.startswith(b"%PDF-")):
+        return "pdf"
+    if head.startswith(OLD_OFFICE):
+        with path.open("rb") as stream:
+            ends = stream.read(DIRECTORY_BYTES)
+            stream.seek(max(path.stat().st_size - DIRECTORY_BYTES, 0))
+            if LOCKED_STREAM in ends + stream.read(DIRECTORY_BYTES):
+                raise Unreadable("encrypted", "the office document is locked by a password")
+        what = "an old Office document (doc, xls, ppt) or a mail of Outlook: save it as docx"
+        raise Unreadable("wrong_format", what)
+    if head.startswith(b"PK\x03\x04"):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = {name.lstrip("/") for name in archive.namelist()}
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+            raise Unreadable("broken", f"the archive cannot be opened: {error}") from None
+        kind = next((kind for part, kind in KIND_BY_PART.items() if part in names), "")
+        if not kind:
+            raise Unreadable("wrong_format", "the content is a zip archive without a document")
+        return kind
+    if HTML_BEGINNING.match(head):
+        return "html"
+    if named in TEXT_KINDS:
+        return named
+    what = "damaged from its first byte or" if named else "of an unknown kind,"
+    raise Unreadable("wrong_format", f"the content is {what} something else than {path.suffix!r} says")

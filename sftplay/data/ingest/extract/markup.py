@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import io
 import re
-from collections.abc import Iterable, Sequence
 from email import message_from_bytes, policy
 from email.message import EmailMessage
 from itertools import chain
@@ -18,6 +17,8 @@ from sftplay.data.ingest.extract.document import (
     BlockKind,
     Extracted,
     Unreadable,
+    as_markdown,
+    check_size,
     cut_blocks,
     find_heading,
     guess_encoding,
@@ -25,6 +26,7 @@ from sftplay.data.ingest.extract.document import (
     need,
     read_characters,
     split_plain,
+    without_empty_contents,
 )
 
 DROPPED_NAMES = """
@@ -84,18 +86,6 @@ MOST_COLUMNS, MOST_ROWS_SPANNED, MOST_CELLS = 200, 1_000, 200_000
 """A document may claim any span; these bound its cost."""
 
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
-
-
-def as_markdown(rows: Iterable[Sequence[str]]) -> str:
-    """Return the rows as a Markdown table with the first row as the head; empty rows and columns are left out."""
-    kept = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
-    kept = [row for row in kept if any(row)]
-    width = max(map(len, kept), default=0)
-    used = [place for place in range(width) if any(place < len(row) and row[place] for row in kept)]
-    if not used:
-        return ""
-    lines = ["| " + " | ".join(row[place] if place < len(row) else "" for place in used) + " |" for row in kept]
-    return "\n".join([lines[0], "|" + " --- |" * len(used), *lines[1:]])
 
 
 def _build_grid(cells_by_row: list[list[Any]]) -> list[list[str]]:
@@ -328,9 +318,8 @@ NAVIGATION_WORDS = """
     copybtn linenos lineno line-numbers gutter permalink anchor-link anchorjs-link back-to-top site-header site-footer
     mw-cite-backlink mw-redirectedfrom
 """
-"""Words of `class` with which widely used templates mark navigation."""
-
 NAVIGATION = frozenset(NAVIGATION_WORDS.split())
+"""Words of `class` with which widely used templates mark navigation."""
 
 NAVIGATION_ROLES = ("navigation", "banner", "contentinfo", "search", "menu", "menubar", "toolbar", "dialog", "doc-toc")
 NAVIGATION_TAGS = (
@@ -345,13 +334,9 @@ LEAST_LINKS, LINKED_SHARE, LONGEST_ENTRY = 3, 0.8, 100
 """A table or list where so many entries, and such a share of them, link into the page itself is a table of contents;
 its entries are no longer than so many characters."""
 
-CONTENTS = re.compile(r"(?:table of )?contents|on this page|in this article", re.I)
-
 
 def read_page(path: Path, encoding: str) -> Extracted:
-    size = path.stat().st_size
-    if size > MOST_PAGE_BYTES:
-        raise Unreadable("too_large", f"{size >> 20} MiB; pages of up to {MOST_PAGE_BYTES >> 20} MiB are read")
+    check_size(path, MOST_PAGE_BYTES)
     text, notes, guessed = _decode(path.read_bytes(), encoding)
     title, blocks = parse_page(text)
     return Extracted(title or path.stem, tuple(blocks), notes, guessed)
@@ -442,15 +427,6 @@ def _is_contents(element: Any) -> bool:
     return len(" ".join(element.text_content().split())) <= LONGEST_ENTRY * n_links
 
 
-def without_empty_contents(blocks: list[Block]) -> list[Block]:
-    """Return the blocks without the headings of removed tables of contents."""
-    kept = []
-    for block, after in zip(blocks, [*blocks[1:], Block("", "heading")]):
-        if not (block.kind == after.kind == "heading" and CONTENTS.fullmatch(block.text.lstrip("# "))):
-            kept.append(block)
-    return kept
-
-
 def _find_content(body: Any) -> Any:
     """Return the element that the page marks as its content if it is a fair part of the page, else all."""
     whole = max(len(body.text_content()), 1)
@@ -464,13 +440,8 @@ def _find_content(body: Any) -> Any:
     return body
 
 
-MOST_MAIL_BYTES = 64 << 20
-
-
 def read_mail(path: Path, encoding: str) -> Extracted:
-    size = path.stat().st_size
-    if size > MOST_MAIL_BYTES:
-        raise Unreadable("too_large", f"{size >> 20} MiB; mails of up to {MOST_MAIL_BYTES >> 20} MiB are read")
+    check_size(path)
     mail = message_from_bytes(path.read_bytes(), policy=policy.default)
     if any(part.get_content_type() == "application/pkcs7-mime" for part in mail.walk()):
         raise Unreadable("encrypted", "the mail is encrypted (S/MIME)")
@@ -480,23 +451,18 @@ def read_mail(path: Path, encoding: str) -> Extracted:
     blocks: list[Block] = []
     for kinds in (("plain", "html"), ("html",)):
         body = mail.get_body(preferencelist=kinds) if not blocks else None
-        blocks = _read_part(body) if isinstance(body, EmailMessage) else blocks
+        if isinstance(body, EmailMessage):
+            data, charset = bytes(body.get_payload(decode=True) or b""), body.get_content_charset() or "utf-8"
+            try:
+                text = data.decode(charset, "strict")
+            except (LookupError, UnicodeDecodeError):
+                raise Unreadable("encoding", f"the mail's text is not {charset}, which it names") from None
+            is_page = body.get_content_subtype() == "html"
+            blocks = parse_page(text)[1] if is_page and text.strip() else split_plain(text.replace("\r\n", "\n"))
     n_attachments = sum(part.is_attachment() for part in mail.walk() if isinstance(part, EmailMessage))
     notes = (f"attachments that are not read: {n_attachments}",) if n_attachments else ()
     head = [heading(subject, 1)] if subject and blocks else []
     return Extracted(subject or path.stem, (*head, *blocks), notes)
-
-
-def _read_part(part: EmailMessage) -> list[Block]:
-    data = part.get_payload(decode=True) or b""
-    charset = part.get_content_charset() or "utf-8"
-    try:
-        text = bytes(data).decode(charset, "strict")
-    except (LookupError, UnicodeDecodeError):
-        raise Unreadable("encoding", f"the mail's text is not {charset}, which it names") from None
-    if part.get_content_subtype() == "html":
-        return parse_page(text)[1] if text.strip() else []
-    return split_plain(text.replace("\r\n", "\n"))
 
 
 MARKDOWN_KINDS: dict[str, BlockKind] = {

@@ -10,8 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Block, Extracted, Reason, Unreadable, find_heading, heading, need
-from sftplay.data.ingest.extract.markup import as_markdown, indent, to_cell, to_fence
+from sftplay.data.ingest.extract.document import (
+    Block,
+    Extracted,
+    Reason,
+    Unreadable,
+    as_markdown,
+    find_heading,
+    heading,
+    need,
+)
+from sftplay.data.ingest.extract.markup import indent, to_cell, to_fence
 
 MOST_PART_BYTES = 48 << 20
 """Of one part, unpacked. Its tree takes about eight times as much memory."""

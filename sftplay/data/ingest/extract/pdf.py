@@ -18,11 +18,12 @@ from sftplay.data.ingest.extract.document import (
     Extracted,
     Reason,
     Unreadable,
+    as_markdown,
     find_heading,
     heading,
     need,
+    without_empty_contents,
 )
-from sftplay.data.ingest.extract.markup import as_markdown, without_empty_contents
 from sftplay.data.ingest.extract.pdf_words import (
     BOLD,
     ITALIC,

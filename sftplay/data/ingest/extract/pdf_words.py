@@ -12,7 +12,7 @@ from math import hypot, pi, tau
 from statistics import median
 from typing import Any
 
-from sftplay.data.ingest.extract.markup import as_markdown
+from sftplay.data.ingest.extract.document import as_markdown
 
 SIGNS = "•◦▪▫‣⁃∙●○■□◆◇➢➤✓✔❖\uf0b7\uf0a7\uf0d8\uf076\uf0fc·"
 MARKER = re.compile(rf"(?:([{SIGNS}]|[-–—*](?=\s))|(\(?(?:\d{{1,3}}|[a-zA-Z]|[ivx]{{1,5}})[.)])(?=\s))\s*")
@@ -46,8 +46,9 @@ SOFT_HYPHEN = "\u00ad"
 LINE_HYPHENS = (2, 0xFFFE)
 """Characters that pdfium puts for a hyphen at the end of a line; the next line's first word follows at once."""
 
-LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
-SHOWN_AS = LIGATURES | dict.fromkeys(LINE_HYPHENS, "-")
+SHOWN_AS = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
+SHOWN_AS |= dict.fromkeys(LINE_HYPHENS, "-")
+"""Ligatures and hyphens of a PDF."""
 
 
 @dataclass(slots=True)

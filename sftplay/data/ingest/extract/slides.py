@@ -9,8 +9,8 @@ from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, find_heading, heading, need
-from sftplay.data.ingest.extract.markup import as_markdown, find_blocks
+from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, as_markdown, find_heading, heading, need
+from sftplay.data.ingest.extract.markup import find_blocks
 from sftplay.data.ingest.extract.office import NO_DTD, Archive, attribute, core_title, local
 
 MOST_CELLS, MOST_EMPTY_ROWS = 20_000_000, 10_000
