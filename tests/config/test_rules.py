@@ -51,15 +51,10 @@ REFUSED = {
         "the kit sets it from train.decay_ratio and train.min_lr_ratio",
         "these two keys",
     ),
-    "tuning: {new_tokens: {count: 50, path: terms.txt}}": (
-        "tuning.new_tokens.count",
-        "50 terms are to be found, but tuning.new_tokens.path lists them",
-        "keep one of the two",
-    ),
     "tuning: {backend: unsloth, new_tokens: {path: a.txt}}": (
         "tuning.new_tokens.path",
         "the rows of new tokens would not train, with tuning.backend unsloth",
-        "tuning.new_tokens.count: 0, or tuning.backend: bnb",
+        "tuning.new_tokens.path: null, or tuning.backend: bnb",
     ),
     "logging: {backend: []}": ("logging.backend", "the list is empty", "write logging.backend: none"),
     "logging: {backend: [wandb, wandb]}": ("logging.backend", "wandb is listed twice", "list it once"),
@@ -111,7 +106,7 @@ ACCEPTED = [
     "train: {batch_size: 32}",
     "train: {save_steps: 40, eval_steps: 20, best_metric: loss, early_stopping: 3}",
     "train: {save_steps: 30, eval_steps: 20}",
-    "tuning: {mode: full, new_tokens: {count: 50}}\ncluster: {strategy: zero3}",
+    "tuning: {mode: full, new_tokens: {path: a.txt}}\ncluster: {strategy: zero3}",
     "tuning: {mode: qlora, lora: {dora: true}}",
     "run_name: my run.2",
     "train: {resume: ./never2, extra: {adam_beta2: 0.95, label_smoothing_factor: 0.1}}",
@@ -214,7 +209,7 @@ def test_a_share_of_decay_is_noted_where_the_schedule_has_no_stable_part(load):
 
 BESIDE_NEW_TOKENS = {
     "model: {name: a, adapter: b}": (
-        "tuning.new_tokens.count",
+        "tuning.new_tokens.path",
         "an adapter that is continued has no rows for new tokens",
         "write model.merge_adapter: true",
     ),
@@ -236,17 +231,10 @@ BESIDE_NEW_TOKENS = {
 def test_what_leaves_the_rows_of_new_tokens_untrained_is_refused(text, write):
     key, what, fix = BESIDE_NEW_TOKENS[text]
     model = "" if text.startswith("model") else "model: {name: a}\n"
-    problem = _only(f"{text}\n{model}data: {{train_path: b}}\ntuning: {{new_tokens: {{count: 50}}}}\n", write)
+    problem = _only(f"{text}\n{model}data: {{train_path: b}}\ntuning: {{new_tokens: {{path: a.txt}}}}\n", write)
     assert key in problem.where
     assert what in problem.what
     assert fix in problem.fix
-
-
-def test_a_least_count_of_new_tokens_is_noted_where_none_are_looked_for(load):
-    for new_tokens, reason in (("path: a", "new_tokens.path lists the terms"), ("count: 0", "count 0 finds no terms")):
-        (line,) = notes(load(f"tuning: {{new_tokens: {{{new_tokens}, min_count: 3}}}}\n"))
-        assert line.endswith(reason)
-    assert notes(load("tuning: {new_tokens: {count: 5, min_count: 3}}\n")) == []
 
 
 def test_profile_keys_without_steps_are_noted(load):

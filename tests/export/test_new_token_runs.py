@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from domain import domain_texts, write_texts
+from domain import domain_texts, write_terms, write_texts
 from in_process import Finished, Inputs, StopAfter, assert_same_course, train, train_in
 from lively import lively_model
 from peft import AutoPeftModelForCausalLM, PeftModel
@@ -43,7 +43,8 @@ def domain_inputs(home: Path, inputs: Inputs, *, tied: bool) -> Inputs:
 
 def trained(home: Path, inputs: Inputs, *, tied: bool, **changes: Any) -> Finished:
     given = domain_inputs(home, inputs, tied=tied)
-    wish = {"tuning__new_tokens": {"count": NEW}, "train__learning_rate": 0.05, "eval__after": True, **changes}
+    listed = {"path": str(write_terms(home / "listed.txt"))}
+    wish = {"tuning__new_tokens": listed, "train__learning_rate": 0.05, "eval__after": True, **changes}
     return train(home, given, **wish)
 
 
@@ -227,7 +228,7 @@ def test_every_verb_on_a_run_uses_its_tokenizer(
 
 
 @pytest.mark.slow
-def test_documents_and_chats_are_trained_on_with_the_terms_of_the_first_documents(
+def test_documents_and_chats_are_trained_on_with_listed_terms(
     inputs: Inputs, verbs_environment: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     mixture = [
@@ -289,13 +290,15 @@ def test_an_adapter_with_new_tokens_is_trained_further(inputs: Inputs, tmp_path:
 @pytest.mark.slow
 def test_new_tokens_on_top_of_a_merged_run_that_has_some(inputs: Inputs, tmp_path: Path):
     (tmp_path / "terms.txt").write_text("aileron\nrudder\n")
+    (more := tmp_path / "more.txt").write_text("elevator\nbulkhead\nnacelle\n")
     listed = {"tuning__new_tokens": {"path": str(tmp_path / "terms.txt")}, "train__max_steps": 2, "eval__after": False}
     first = trained(tmp_path / "first", inputs, tied=True, **listed)
     given = Inputs(first.folder.path, Path(first.cfg.data.train_path or ""), Path(first.cfg.data.val_path or ""))
     second = train(
-        tmp_path / "second", given, model__merge_adapter=True, tuning__new_tokens={"count": 10}, train__max_steps=2
-    )
+        tmp_path / "second", given, model__merge_adapter=True, train__max_steps=2,
+        tuning__new_tokens={"path": str(more)},
+    )  # fmt: skip
     base = AutoModelForCausalLM.from_pretrained(second.folder.path / "base")
-    assert base.get_input_embeddings().weight.shape[0] == BASE_ROWS + 2 + 10
+    assert base.get_input_embeddings().weight.shape[0] == BASE_ROWS + 2 + 3
     merged = merge(second.cfg, second.folder, out=tmp_path / "merged")
     check_merge(second.cfg, second.folder, merged=merged)

@@ -92,7 +92,7 @@ def test_the_disk_holds_the_kept_checkpoints_one_that_is_written_and_the_result(
 
 def test_a_base_that_the_run_keeps_lies_on_the_disk_too(tmp_path: Path):
     cfg = config(tmp_path, max_steps=7)
-    more = cfg.with_values({"tuning.new_tokens.count": 50}, "test")
+    more = cfg.with_values({"tuning.new_tokens.path": "terms.txt"}, "test")
     added = estimate_workload(more, setting()).disk_bytes - estimate_workload(cfg, setting()).disk_bytes
     # 32,000 rows of 1024 in embedding and head, and the layers; four layers have two norms each, and one is at the end.
     assert added == 2 * (2 * 32_000 * 1024 + 4 * LAYER + 9 * 1024)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from domain import write_texts
+from domain import write_terms, write_texts
 from in_process import Inputs, new_run
 from oracle.memory_gauges import ProcessGauge, TensorGauge
 from transformers import AutoTokenizer
@@ -69,7 +69,8 @@ def test_the_step_holds_weight_gradient_and_two_moments_of_what_trains(
 def test_rows_of_new_tokens_are_rehearsed_with_the_adapter(inputs: Inputs, tmp_path: Path):
     rows, peaks = str(write_texts(tmp_path / "rows.jsonl", 160, seed=1)), []
     for count in (5, 9):
-        changes = {"tuning__new_tokens": {"count": count}, "data__train_path": rows}
+        terms = write_terms(tmp_path / f"{count}.txt", count)
+        changes = {"tuning__new_tokens": {"path": str(terms)}, "data__train_path": rows}
         found = measured(tmp_path / str(count), inputs, Request(rows=(2,)), **changes)
         peaks.append(found["points"][0].peaks_bytes["step"])
     # A row of 32 in embedding and head: weight, gradient, two moments, and what PEFT keeps of the base's row.
