@@ -29,6 +29,11 @@ def domain_texts(count: int, *, seed: int) -> list[str]:
     return texts
 
 
+def write_terms(path: Path, count: int = 50) -> Path:
+    path.write_text("\n".join(["angle of attack", *TERMS][:count]))
+    return path
+
+
 def write_texts(path: Path, count: int, *, seed: int) -> Path:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in domain_texts(count, seed=seed)))
     return path

@@ -138,7 +138,6 @@ def unsloth_conflicts(cfg: RunConfig) -> Iterator[Problem]:
     in_4_bits = tuning.mode == "qlora"
     # It reopens an adapter with a base that it chooses by the adapter's own file.
     continued = model.adapter is not None and not model.merge_adapter
-    source = "tuning.new_tokens.path" if tuning.new_tokens.path else "tuning.new_tokens.count"
     has_loss, new = train.loss_head in ("chunked", "liger"), tuning.new_tokens.is_on
     # Key, whether it conflicts, what would happen, what to write instead.
     table = [
@@ -149,7 +148,7 @@ def unsloth_conflicts(cfg: RunConfig) -> Iterator[Problem]:
         ("tuning.double_quant", in_4_bits and not tuning.double_quant, "false would be ignored",
          "tuning.double_quant: true"),
         ("model.adapter", continued, "an adapter cannot be continued", "model.merge_adapter: true"),
-        (source, new, "the rows of new tokens would not train", "tuning.new_tokens.count: 0"),
+        ("tuning.new_tokens.path", new, "the rows of new tokens would not train", "tuning.new_tokens.path: null"),
         ("model.attn", model.attn == "eager", "eager would be ignored for its own attention", "model.attn: auto"),
         # Its attention separates packed rows by a list of lengths from its own trainer, not by the position ids.
         ("task_mode", cfg.learns_documents, f"{cfg.task_mode} would not keep the documents of a block apart",

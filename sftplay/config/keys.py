@@ -136,7 +136,12 @@ RENAMED_KEYS = {
 }
 """Old dotted key -> the new one, which is in the same section."""
 
-REMOVED_KEYS = {"cpt.streaming": "remove it: sources are tokenised before the first step, once for all runs"}
+LIST_TERMS = "remove it, and name a file with one term a line in tuning.new_tokens.path"
+REMOVED_KEYS = {
+    "cpt.streaming": "remove it: sources are tokenised before the first step, once for all runs",
+    "tuning.new_tokens.count": LIST_TERMS,
+    "tuning.new_tokens.min_count": LIST_TERMS,
+}
 """Dotted key that the kit no longer has -> what to do. A run that was started with the key is resumed without it."""
 
 FREE_TO_CHANGE = (
@@ -179,7 +184,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
     Both mappings are those of `values_that_decide_weights`. A missing key has its default: the run was begun before the
     kit had it. `before` may have names of an older release, which also decided keys of other tasks.
     """
-    before = {RENAMED_KEYS.get(key, key): value for key, value in before.items()}
+    before = {RENAMED_KEYS.get(key, key): value for key, value in before.items() if key not in REMOVED_KEYS}
     free = () if held_out_decides(after) else OTHER_ROWS
     optional = {key: field for key, field in all_keys().items() if not field.is_required()}
     defaults = {key: field.get_default(call_default_factory=True) for key, field in optional.items()}

@@ -66,12 +66,17 @@ def with_new_names(layer: Layer) -> Layer:
             section[after[1]] = section.pop(before[1])
             values[before[0]] = section
             locations = {after + path[2:] if path[:2] == before else path: at for path, at in locations.items()}
-    for removed in REMOVED_KEYS:
-        name, _, key = removed.partition(".")
-        if (name, key) in locations:
-            values[name] = {inner: value for inner, value in values[name].items() if inner != key}
-            del locations[name, key]
+    for path in (tuple(removed.split(".")) for removed in REMOVED_KEYS):
+        if path in locations:
+            values = _without(values, path)
+            del locations[path]
     return Layer(values, locations)
+
+
+def _without(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    name, *rest = path
+    changed = {name: _without(values[name], tuple(rest))} if rest else {}
+    return {key: changed.get(key, value) for key, value in values.items() if key != name or rest}
 
 
 def read_origins(cfg: RunConfig, text: str) -> dict[str, str]:
@@ -81,8 +86,11 @@ def read_origins(cfg: RunConfig, text: str) -> dict[str, str]:
     """
     origins, old_names = {}, {new: old for old, new in RENAMED_KEYS.items()}
     removed = {key.rpartition(".")[2] for key in REMOVED_KEYS}
-    all_written = [line for line in text.split("\n")[1:] if line.strip().partition(":")[0] not in removed]
-    for (key, line), written in zip(_lines(cfg, ""), all_written, strict=False):
+    all_written = iter(text.split("\n")[1:])
+    for key, line in _lines(cfg, ""):
+        written = next(all_written, "")
+        while (name := written.strip().partition(":")[0]) in removed and name != line.strip().partition(":")[0]:
+            written = next(all_written, "")
         old_line = line.replace(key.rpartition(".")[2], old_names.get(key, key).rpartition(".")[2], 1)
         comment = written.removeprefix(old_line if written.startswith(old_line) else line)
         if comment != written and comment.startswith(_MARK):

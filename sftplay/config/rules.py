@@ -83,10 +83,6 @@ def idle_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         if why := absent.get(key.partition(".")[0]):
             yield key, "task_mode", f"task_mode {cfg.task_mode} {why}"
     yield from find_spec(cfg).idle_keys(cfg)
-    if cfg.tuning.new_tokens.path is not None:
-        yield f"{NEW_TOKENS}.min_count", f"{NEW_TOKENS}.path", f"{NEW_TOKENS}.path lists the terms"
-    elif not cfg.tuning.new_tokens.count:
-        yield f"{NEW_TOKENS}.min_count", f"{NEW_TOKENS}.count", f"{NEW_TOKENS}.count 0 finds no terms"
     yield from idle_reward_keys(cfg)
 
 
@@ -247,18 +243,11 @@ def _lists(cfg: RunConfig) -> Iterator[Problem]:
                 yield Problem((key, other), f"{entry.name!r} is the name of {other} too", fix="give each its own name")
 
 
-NEW_TOKENS = "tuning.new_tokens"
-
-
 def _new_tokens(cfg: RunConfig) -> Iterator[Problem]:
-    """Two sources of terms, and settings under which the rows of new tokens would not train."""
-    wanted = cfg.tuning.new_tokens
-    if not wanted.is_on:
+    """Settings under which the rows of new tokens would not train."""
+    if not cfg.tuning.new_tokens.is_on:
         return
-    given = f"{NEW_TOKENS}.count" if wanted.count else f"{NEW_TOKENS}.path"
-    if wanted.count and wanted.path is not None:
-        what = f"{wanted.count} terms are to be found, but {NEW_TOKENS}.path lists them"
-        yield Problem((given, f"{NEW_TOKENS}.path"), what, fix="keep one of the two")
+    given = "tuning.new_tokens.path"
     if cfg.model.adapter is not None and not cfg.model.merge_adapter:
         what = "an adapter that is continued has no rows for new tokens"
         fix = "write model.merge_adapter: true, which trains a new adapter, or remove tuning.new_tokens"

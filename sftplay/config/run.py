@@ -95,20 +95,14 @@ class NewTokensConfig(Section):
     """Terms of a domain that become tokens of their own, see docs/continued-pretraining.md. Each gets a row in input
     embedding and output head, which begins as the mean of the rows of its pieces, and trains."""
 
-    count: Annotated[int, Field(ge=0)] = 0
-    """Number of terms to find: those words and word sequences of the training data that save most tokens. 0 finds none.
-    A number that makes the vocabulary a multiple of 64 keeps the output head fast on a GPU."""
-
-    min_count: Positive = 10
-    """How often a term must occur in the training data to be found."""
-
     path: UserPath | None = None
-    """A text file with one term a line, instead of terms that are found."""
+    """A text file with one term a line. Terms that make the vocabulary a multiple of 64 keep the output head fast on a
+    GPU."""
 
     @property
     def is_on(self) -> bool:
         """Whether there are any."""
-        return self.count > 0 or self.path is not None
+        return self.path is not None
 
 
 class TuningConfig(Section):

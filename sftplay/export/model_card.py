@@ -150,7 +150,7 @@ def _settings(run: PublicRun) -> Iterator[tuple[str, Any]]:
         targets = "every linear layer but the head" if lora.target_modules == "auto" else ", ".join(lora.target_modules)
         yield "layers", targets + "".join(f", {name} in full" for name in lora.modules_to_save)
     if cfg.tuning.new_tokens.is_on:
-        yield "new tokens", f"{cfg.tuning.new_tokens.count or 'a list'}: terms of the data, among the added tokens"
+        yield "new tokens", "a list: terms of the data, among the added tokens"
     if cfg.tuning.mode == "qlora":
         yield "base while training", f"{cfg.tuning.quant_type}, double_quant {str(cfg.tuning.double_quant).lower()}"
     yield "steps", run.manifest.get("steps", cfg.train.max_steps or f"{cfg.train.epochs:g} epochs")

@@ -242,14 +242,14 @@ def load_result(cfg: RunConfig, folder: Path) -> Any:
 
 def load_untrained(cfg: RunConfig, folder: Path) -> Any:
     """Load the model that a finished run started from, in evaluation mode, with rows for its tokenizer's tokens."""
-    kept_base = folder / "base"
-    if cfg.tuning.new_tokens.is_on and kept_base.is_dir():
-        return load_base(cfg, source=str(kept_base)).eval()
     from sftplay.model.embedding_rows import add_rows
     from sftplay.model.new_tokens import kept_tokens
 
+    tokens, kept_base = kept_tokens(folder), folder / "base"
+    if tokens and kept_base.is_dir():
+        return load_base(cfg, source=str(kept_base)).eval()
     base = load_base(cfg)
-    add_rows(base, kept_tokens(folder))
+    add_rows(base, tokens)
     return base.eval()
 
 

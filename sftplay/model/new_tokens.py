@@ -1,9 +1,9 @@
-"""New tokens: the forms of a term, and the extended tokenizer."""
+"""New tokens: the terms of a file, their forms, and the extended tokenizer."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import re
 import unicodedata
 from bisect import bisect_right
 from collections import Counter
@@ -17,14 +17,75 @@ from tokenizers import AddedToken, Tokenizer
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.digests import content_digest
+from sftplay.data.layouts import read_layout_options, to_record
+from sftplay.data.order import compute_keys, is_held_out
+from sftplay.data.read import read_dialect, read_rows
+from sftplay.data.records import Refused, Text
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.terms import find_terms, find_text_source, list_words, read_terms, training_texts
+
+WORD = re.compile(r"[^\W\d_]\w*(?:['’-]\w+)*")
+
+READ_CHARACTERS = 20_000_000
+"""Of the training texts, from their beginning: about four million words, read in seconds and within 1 GB."""
+
+LONGEST_TERM = 100
+"""Characters of a term."""
 
 HAS_NO_FORM = "this tokenizer would not give texts with it back unchanged, or would split other words"
 IS_ONE_TOKEN = "it is one token already"
+
+
+def read_terms(path: str) -> list[str]:
+    """Return the terms of a file, each once, in its order.
+
+    Raises:
+        ConfigError: it cannot be read, holds no term, or one that is too long.
+    """
+    where = f"tuning.new_tokens.path {path}"
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"cannot be read: {reason}", where=where, fix="name a text file, one term a line") from None
+    for number, line in enumerate(lines, 1):
+        if len(line.strip()) > LONGEST_TERM or "\0" in line:
+            what = f"this is no term: {line.strip()[:40]!r}, {len(line.strip()):,} characters"
+            fix = f"one term a line, {LONGEST_TERM} characters at most"
+            raise ConfigError(what, where=f"{where}:{number}", fix=fix)
+    terms = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not terms:
+        raise ConfigError("holds no term", where=where, fix="write one term a line")
+    return terms
+
+
+def read_training_texts(cfg: RunConfig) -> tuple[str, list[str]]:
+    """Return the path of the rows, with documents of the first source of type cpt, and their first `READ_CHARACTERS`,
+    without held-out and unreadable rows."""
+    if cfg.learns_documents:
+        trained = [source for source in cfg.sources if source.weight > 0] or cfg.sources
+        source = next((candidate for candidate in trained if candidate.type == "cpt"), trained[0])
+        path, has_held_out = source.path, source.val_path
+        split = cfg.data.split if source.split is None else source.split
+    else:
+        path, has_held_out, split = cfg.rows_path, cfg.data.val_path, cfg.data.split
+    held_out = 0.0 if has_held_out else 0.05 if split is None else split
+    reading, texts, left = read_layout_options(cfg.data), [], READ_CHARACTERS
+    for place, row in read_rows(path, read_dialect(cfg.data)):
+        if isinstance(row, Refused):
+            continue
+        try:
+            record = to_record(row, place, reading=reading)
+        except DataError:  # the pass over all rows reports it
+            continue
+        if is_held_out(compute_keys(record), held_out):
+            continue
+        for text in [record.text] if isinstance(record, Text) else [turn.content for turn in record.messages]:
+            texts.append(text[:left])
+            left -= len(texts[-1])
+        if left <= 0:
+            break
+    return path, texts
 
 
 def make_token(content: str, *, single_word: bool = False) -> AddedToken:
@@ -101,12 +162,7 @@ def _probes(term: str) -> Iterator[str]:
         yield f"the {left}  {right}"
 
 
-CODE_VERSION = 1
-"""Raised when the same texts give another list."""
-
-LIST = "new_tokens.json"
-"""The file with the list, in the cache and in the run folder."""
-
+LIST = "new_tokens.json"  # in the run folder
 KEY = "tuning.new_tokens"
 
 
@@ -133,34 +189,32 @@ class NewToken:
 
 
 def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
-    """Add the new tokens of the resolved `cfg` to the tokenizer, and return them; none if the config asks for none.
+    """Add the terms of the resolved `cfg` to the tokenizer, and return them as tokens; none if it names no file.
 
     Raises:
         ConfigError: the file of terms cannot be used, or holds a term that cannot be a token.
-        DataError: no term of the training data would save tokens.
     """
-    wanted = cfg.tuning.new_tokens
-    if not wanted.is_on:
+    path, backend = cfg.tuning.new_tokens.path, tokenizer.backend_tokenizer
+    if path is None:
         return []
-    path, held_out = find_text_source(cfg)
-    data = cfg.data
-    parts = {
-        "code": CODE_VERSION,
-        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
-        "wanted": [wanted.count, wanted.min_count, wanted.path and read_terms(wanted.path)],
-        "texts": [path, content_digest(path), held_out],
-        "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
-    }
-    folder = Path(data.processed_dir) / f"terms-{fingerprint(parts)}"
-
-    def write_list(unfinished: Path) -> None:
-        chosen = json.dumps([asdict(token) for token in _choose(cfg, tokenizer)], ensure_ascii=False, indent=1)
-        (unfinished / LIST).write_text(chosen, encoding="utf-8")
-
-    ensure_folder(folder, write_list)
-    tokens = _from_entries(json.loads((folder / LIST).read_text(encoding="utf-8")))
-    add_to(tokenizer, tokens)
-    return tokens
+    source, texts = read_training_texts(cfg)
+    words = sorted({word for text in texts for word in WORD.findall(text)})
+    forms, refused = choose_forms(backend, read_terms(path), words=words)
+    if refused:
+        term, reason = next(iter(refused.items()))
+        what = f"{len(refused)} of the terms cannot be new tokens, such as {term!r}: {reason}"
+        raise ConfigError(what, where=f"{KEY}.path {path}", fix="take them out of the file")
+    replaced = {term: tuple(find_term_ids(backend, term)) for term in forms}
+    before = _count_ids(backend, texts)
+    tokenizer.add_tokens(list(forms.values()))
+    after = _count_ids(backend, texts)
+    less = f"{before.total():,} without ({1 - after.total() / max(1, before.total()):.1%} less)"
+    log.say(f"{len(forms)} new tokens: the texts of {source} have {after.total():,} tokens with them, {less}", "data")
+    ids = {term: tokenizer.convert_tokens_to_ids(form.content) for term, form in forms.items()}
+    return [
+        NewToken(term, form.content, form.single_word, ids[term], replaced[term], after[ids[term]])
+        for term, form in forms.items()
+    ]
 
 
 def extend_for_run(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list[NewToken]:
@@ -170,9 +224,9 @@ def extend_for_run(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list
         ConfigError: the file of terms or the tokenizer has changed since the run began; and what `extend` raises.
     """
     if tokens := kept_tokens(folder.path):
-        source = cfg.tuning.new_tokens.path  # without one, the data have their own digests
-        before, now = [token.term for token in tokens], read_terms(source) if source else []
-        if source and before != now:
+        source = cfg.tuning.new_tokens.path  # none where a release before this one found the terms
+        before = [token.term for token in tokens]
+        if source and (now := read_terms(source)) != before:
             lost, found = ([repr(term) for term in a if term not in b] for a, b in ((before, now), (now, before)))
             pairs = (("without", lost), ("with", found))
             changes = "; ".join(f"{word} {', '.join(terms[:5])}" for word, terms in pairs if terms)
@@ -205,45 +259,9 @@ def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
 def kept_tokens(run: Path) -> list[NewToken]:
     """Return the new tokens that the run in the folder `run` started with; none where it has none."""
     path = run / LIST
-    return _from_entries(json.loads(path.read_text(encoding="utf-8"))["tokens"]) if path.is_file() else []
-
-
-def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
-    wanted, backend = cfg.tuning.new_tokens, tokenizer.backend_tokenizer
-    texts, source = training_texts(cfg), find_text_source(cfg)[0]
-    if wanted.path:
-        forms, refused = choose_forms(backend, read_terms(wanted.path), words=list_words(texts))
-        if refused:
-            term, reason = next(iter(refused.items()))
-            what = f"{len(refused)} of the terms cannot be new tokens, such as {term!r}: {reason}"
-            raise ConfigError(what, where=f"{KEY}.path {wanted.path}", fix="take them out of the file")
-    else:
-        log.status(f"looking for {wanted.count} terms in {source}", "data")
-        # Some will have no form in this tokenizer.
-        terms = find_terms(
-            texts, lambda candidates: [len(find_term_ids(backend, term)) for term in candidates],
-            wanted=2 * wanted.count, min_count=wanted.min_count,
-        )  # fmt: skip
-        forms, refused = choose_forms(backend, terms, words=list_words(texts))
-        forms = dict(list(forms.items())[: wanted.count])
-        if not forms:
-            what = f"no term occurs {wanted.min_count} times and would save tokens"
-            reason = f"; {len(refused)} would, but {next(iter(refused.values()))}" if refused else ""
-            fix = f"lower {KEY}.min_count, or leave {KEY} out"
-            raise DataError(what + reason, where=source, fix=fix)
-        if len(forms) < wanted.count:
-            log.say(f"note: only {len(forms)} terms occur {wanted.min_count} times and save tokens", "data")
-    replaced = {term: tuple(find_term_ids(backend, term)) for term in forms}
-    before = _count_ids(backend, texts)
-    tokenizer.add_tokens(list(forms.values()))
-    after = _count_ids(backend, texts)
-    less = f"{before.total():,} without ({1 - after.total() / max(1, before.total()):.1%} less)"
-    log.say(f"{len(forms)} new tokens: the texts of {source} have {after.total():,} tokens with them, {less}", "data")
-    ids = {term: tokenizer.convert_tokens_to_ids(form.content) for term, form in forms.items()}
-    return [
-        NewToken(term, form.content, form.single_word, ids[term], replaced[term], after[ids[term]])
-        for term, form in forms.items()
-    ]
+    entries = json.loads(path.read_text(encoding="utf-8"))["tokens"] if path.is_file() else []
+    names = [field.name for field in fields(NewToken)]
+    return [NewToken(**{name: entry[name] for name in names} | {"pieces": tuple(entry["pieces"])}) for entry in entries]
 
 
 def _count_ids(backend: Any, texts: Sequence[str]) -> Counter[int]:
@@ -252,8 +270,3 @@ def _count_ids(backend: Any, texts: Sequence[str]) -> Counter[int]:
         for encoding in backend.encode_batch(list(texts[start : start + 1000]), add_special_tokens=False):
             counts.update(encoding.ids)
     return counts
-
-
-def _from_entries(entries: Sequence[dict[str, Any]]) -> list[NewToken]:
-    names = [field.name for field in fields(NewToken)]
-    return [NewToken(**{name: entry[name] for name in names} | {"pieces": tuple(entry["pieces"])}) for entry in entries]

@@ -63,7 +63,7 @@ def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
 def load_extended(cfg: RunConfig) -> tuple[Any, list[NewToken]]:
     """Return the tokenizer of the resolved `cfg` with the new tokens that it asks for, and these tokens.
 
-    Raises what `load_tokenizer` and `new_tokens.tokens.extend` raise.
+    Raises what `load_tokenizer` and `new_tokens.extend` raise.
     """
     tokenizer = load_tokenizer(cfg.model)
     if not cfg.tuning.new_tokens.is_on:

@@ -200,10 +200,10 @@ def read_memory_setup(cfg: RunConfig) -> MemorySetup:
 
 def _count_new_rows(cfg: RunConfig) -> int:
     """Rows that train alone; where their matrices train in full they are counted with these."""
-    wanted = cfg.tuning.new_tokens
-    if not cfg.tuning.trains_single_rows or wanted.path is None:
-        return wanted.count if cfg.tuning.trains_single_rows else 0
+    path = cfg.tuning.new_tokens.path
+    if not cfg.tuning.trains_single_rows or path is None:
+        return 0
     try:
-        return sum(bool(line.strip()) for line in Path(wanted.path).read_text(encoding="utf-8-sig").split("\n"))
+        return sum(bool(line.strip()) for line in Path(path).read_text(encoding="utf-8-sig").split("\n"))
     except (OSError, UnicodeDecodeError):  # the run says so
         return 0

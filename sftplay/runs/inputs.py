@@ -176,7 +176,7 @@ def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
                 raise MachineError(f"the tracker {tracker} is not installed", where=_where(cfg, key), fix=fix)
     elif key == TERMS:
         if cfg.tuning.new_tokens.path is not None:
-            from sftplay.model.terms import read_terms
+            from sftplay.model.new_tokens import read_terms
 
             read_terms(cfg.tuning.new_tokens.path)
     elif not cfg.task.reads_text:

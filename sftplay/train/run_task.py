@@ -123,7 +123,8 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
         tokenizer, new_tokens = load_tokenizer(cfg.model), list[Any]()
-        if cfg.tuning.new_tokens.is_on:
+        # A run of an older release may have a list without a file of terms.
+        if cfg.tuning.new_tokens.is_on or (folder.path / "new_tokens.json").is_file():
             from sftplay.model.new_tokens import extend_for_run
 
             new_tokens = extend_for_run(tokenizer, cfg, folder=folder)

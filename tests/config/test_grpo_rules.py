@@ -57,7 +57,7 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
         ("train: {early_stopping: 2}", "train.early_stopping", "write train.early_stopping: null"),
         ("train: {batching: tokens}", "train.batching", "write train.batching: examples"),
         ("tuning: {backend: unsloth}", "tuning.backend", "write tuning.backend: bnb"),
-        ("tuning: {new_tokens: {count: 3}}", "tuning.new_tokens.count", "write tuning.new_tokens.count: 0"),
+        ("tuning: {new_tokens: {path: a}}", "tuning.new_tokens.path", "write tuning.new_tokens.path: null"),
         ("tuning: {lora: {target_modules: [q_proj, lm_head]}}", "tuning.lora.target_modules", "remove lm_head"),
         (
             "grpo: {loss_type: vespo, generation: vllm_server}",

@@ -66,10 +66,13 @@ def test_an_old_name_is_refused_with_its_place_and_the_new_name(write, old):
         assert problem.nearest == [RENAMED_KEYS[old]]
 
 
-def test_a_key_that_was_removed_is_refused_with_what_to_do(write):
-    problem = refusal(write(f"{CONFIG}cpt:\n  streaming: true\n"))
-    assert (problem.where, problem.what) == ("run.yaml:5 cpt.streaming", "no key called 'streaming' in cpt")
-    assert problem.fix == REMOVED_KEYS["cpt.streaming"]
+@pytest.mark.parametrize("key", REMOVED_KEYS)
+def test_a_key_that_was_removed_is_refused_with_what_to_do(key, write):
+    *sections, name = key.split(".")
+    lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(sections)]
+    problem = refusal(write("\n".join([CONFIG.rstrip(), *lines, f"{'  ' * len(sections)}{name}: 5\n"])))
+    assert (problem.where.split(" ")[1], problem.what) == (key, f"no key called {name!r} in {'.'.join(sections)}")
+    assert problem.fix == REMOVED_KEYS[key]
 
 
 @pytest.mark.contract
@@ -93,13 +96,16 @@ def with_old_names(text: str) -> str:
         assert text.count(before) == 1
         text = text.replace(before, after)
     assert text.count("\ncpt:") == 1
+    assert text.count("\n  new_tokens:") == 1
+    text = text.replace("\n  new_tokens:", "\n  new_tokens:\n    count: 50  # command line\n    min_count: 10")
     return text.replace("\ncpt:", "\ncpt:\n  streaming: true # command line")
 
 
 @pytest.fixture
 def set_by_new_names(write):
     """A config with a value that is not the default for every key that was renamed."""
-    return load_config(write(CONFIG), [f"{new}={VALUES[old]}" for old, new in RENAMED_KEYS.items()])
+    listed = "tuning.new_tokens.path=terms.txt"
+    return load_config(write(CONFIG), [listed, *(f"{new}={VALUES[old]}" for old, new in RENAMED_KEYS.items())])
 
 
 @pytest.mark.parametrize("dump", [dump_resolved, dump_given])

@@ -38,15 +38,10 @@ REFUSED = {
         "the kit sets it from train.decay_ratio and train.min_lr_ratio",
         "these two keys",
     ),
-    "tuning: {new_tokens: {count: 50, path: terms.txt}}": (
-        "tuning.new_tokens.count",
-        "50 terms are to be found, but tuning.new_tokens.path lists them",
-        "keep one of the two",
-    ),
     "tuning: {backend: unsloth, new_tokens: {path: a.txt}}": (
         "tuning.new_tokens.path",
         "the rows of new tokens would not train, with tuning.backend unsloth",
-        "tuning.new_tokens.count: 0, or tuning.backend: bnb",
+        "tuning.new_tokens.path: null, or tuning.backend: bnb",
     ),
     "logging: {backend: []}": ("logging.backend", "the list is empty", "write logging.backend: none"),
     "logging: {backend: [wandb, wandb]}": ("logging.backend", "wandb is listed twice", "list it once"),
@@ -85,7 +80,7 @@ ACCEPTED = [
     "train: {batch_size: 8, grad_accum: 4}",
     "train: {batch_size: 4, grad_accum: 4}",
     "train: {save_steps: 40, eval_steps: 20, best_metric: loss, early_stopping: 3}",
-    "tuning: {mode: full, new_tokens: {count: 50}}\ncluster: {strategy: zero3}",
+    "tuning: {mode: full, new_tokens: {path: a.txt}}\ncluster: {strategy: zero3}",
     "tuning: {mode: qlora, lora: {dora: true}}",
     "train: {resume: ./never2, extra: {adam_beta2: 0.95, label_smoothing_factor: 0.1}}",
     "logging: {backend: [wandb, mlflow]}",
@@ -133,7 +128,7 @@ def test_the_batch_sizes_named_in_a_refusal_are_the_nearest_divisors(batch, effe
 
 BESIDE_NEW_TOKENS = {
     "model: {name: a, adapter: b}": (
-        "tuning.new_tokens.count",
+        "tuning.new_tokens.path",
         "an adapter that is continued has no rows for new tokens",
         "write model.merge_adapter: true",
     ),
@@ -155,7 +150,7 @@ BESIDE_NEW_TOKENS = {
 def test_what_leaves_the_rows_of_new_tokens_untrained_is_refused(text, write):
     key, what, fix = BESIDE_NEW_TOKENS[text]
     model = "" if text.startswith("model") else "model: {name: a}\n"
-    problem = _only(f"{text}\n{model}data: {{train_path: b}}\ntuning: {{new_tokens: {{count: 50}}}}\n", write)
+    problem = _only(f"{text}\n{model}data: {{train_path: b}}\ntuning: {{new_tokens: {{path: a.txt}}}}\n", write)
     assert key in problem.where
     assert what in problem.what
     assert fix in problem.fix

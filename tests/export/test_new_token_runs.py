@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from domain import domain_texts, write_texts
+from domain import domain_texts, write_terms, write_texts
 from in_process import Finished, Inputs, StopAfter, assert_same_course, train, train_in
 from lively import lively_model
 from peft import AutoPeftModelForCausalLM, PeftModel
@@ -43,7 +43,8 @@ def domain_inputs(home: Path, inputs: Inputs, *, tied: bool) -> Inputs:
 
 def trained(home: Path, inputs: Inputs, *, tied: bool, **changes: Any) -> Finished:
     given = domain_inputs(home, inputs, tied=tied)
-    wish = {"tuning__new_tokens": {"count": NEW}, "train__learning_rate": 0.05, "eval__after": True, **changes}
+    listed = {"path": str(write_terms(home / "listed.txt"))}
+    wish = {"tuning__new_tokens": listed, "train__learning_rate": 0.05, "eval__after": True, **changes}
     return train(home, given, **wish)
 
 
@@ -225,7 +226,7 @@ def test_every_verb_on_a_run_uses_its_tokenizer(
 
 
 @pytest.mark.slow
-def test_documents_and_chats_are_trained_on_with_the_terms_of_the_first_documents(
+def test_documents_and_chats_are_trained_on_with_listed_terms(
     inputs: Inputs, verbs_environment: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     mixture = [

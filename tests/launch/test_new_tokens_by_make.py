@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from domain import domain_texts, write_texts
+from domain import domain_texts, write_terms, write_texts
 from processes import HANG_S
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,7 +38,7 @@ def make(*words: str) -> str:
 def test_make_train_with_new_tokens_and_what_is_made_of_the_run(tmp_path: Path):
     write_texts(tmp_path / "rows.jsonl", 200, seed=1)
     (tmp_path / "run.yaml").write_text(CONFIG.format(home=tmp_path))
-    config, wish = f"CONFIG={tmp_path}/run.yaml", "tuning.new_tokens.count=50"
+    config, wish = f"CONFIG={tmp_path}/run.yaml", f"tuning.new_tokens.path={write_terms(tmp_path / 'terms.txt')}"
     said = make("train", config, f"ARGS={wish} run_name=one")
     assert "50 new tokens: the texts of" in said
     make("train-distributed", config, "NPROC=2", f"ARGS={wish} run_name=two")

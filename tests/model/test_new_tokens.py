@@ -1,12 +1,11 @@
-"""New tokens: which terms are found, in which form a tokenizer takes them, and what stays as it was."""
+"""New tokens: in which form a tokenizer takes terms, and what stays as it was."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from domain import TERMS, domain_texts, write_texts
+from domain import domain_texts, write_terms, write_texts
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -14,50 +13,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.config.data import DataConfig
 from sftplay.config.run import LoraConfig, ModelConfig, NewTokensConfig, RunConfig, TuningConfig
-from sftplay.errors import ConfigError, DataError
+from sftplay.errors import ConfigError
+from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import add_adapter
 from sftplay.model.embedding_rows import add_rows
-from sftplay.model.new_tokens import HAS_NO_FORM, IS_ONE_TOKEN, NewToken, add_to, choose_forms, make_token
-from sftplay.model.terms import find_terms, read_terms
+from sftplay.model.new_tokens import (
+    HAS_NO_FORM,
+    IS_ONE_TOKEN,
+    NewToken,
+    add_to,
+    choose_forms,
+    extend_for_run,
+    make_token,
+    read_terms,
+)
 from sftplay.model.tokenizer import load_extended
 
 PLAIN_TEXT = "the old light walks under green hills and asks why seven quiet boats carry salt"
-
-
-def letters(terms: list[str]) -> list[int]:
-    """A tokenizer of the mind: one token a letter, the space belongs to the first."""
-    return [len(term.replace(" ", "")) for term in terms]
-
-
-def test_the_terms_that_save_most_tokens_come_first():
-    # ten letters 3 times save 27; four letters 5 times save 15; nine letters twice save 16.
-    texts = [", carburetor" * 3 + ", flap" * 5 + ", empennage" * 2]
-    assert find_terms(texts, letters, wanted=5, min_count=2)[:3] == ["carburetor", "empennage", "flap"]
-    assert find_terms(texts, letters, wanted=1, min_count=2) == ["carburetor"]
-    assert "empennage" not in find_terms(texts, letters, wanted=5, min_count=3)
-
-
-def test_a_fixed_sequence_is_one_term_and_its_words_are_not_counted_again():
-    texts = ["at an angle of attack, the angle of attack; some angle of attack. Of all, of it, of us, of me."] * 3
-    # 9 times 13 letters. Behind it nothing of `angle` and `attack` is left.
-    assert find_terms(texts, letters, wanted=5, min_count=5) == ["angle of attack", "of"]
-
-
-def test_a_sequence_is_no_term_where_its_rarest_word_mostly_stands_elsewhere():
-    apart = ", old" * 6 + ", flap" * 6
-    assert set(find_terms([" old flap" + apart] * 5, letters, wanted=9, min_count=5)) == {"old", "flap"}
-    assert "old flap" in find_terms([" old flap," * 6 + apart] * 5, letters, wanted=9, min_count=5)
-
-
-def test_what_a_longer_term_saves_beside_a_chosen_one_is_only_the_rest():
-    # `flight deck` alone would save 9 a time. After `deck`, which is chosen for its 45, it saves 9 - 3 = 6 five times.
-    # `rudders` saves 6 four times. `flight` has no occurrence left.
-    texts = [", flight deck" * 5 + ", deck" * 40 + ", rudders" * 4]
-    assert find_terms(texts, letters, wanted=3, min_count=4) == ["deck", "flight deck", "rudders"]
-
-
-def test_words_at_the_beginning_of_a_line_or_behind_a_bracket_are_no_occurrences():
-    assert find_terms(["carburetor (carburetor)\ncarburetor"] * 9, letters, wanted=3, min_count=1) == []
 
 
 def byte_level(*more: str) -> Tokenizer:
@@ -185,32 +157,22 @@ def test_a_file_that_holds_no_terms_is_refused(content: bytes, what: str, tmp_pa
     assert f"tuning.new_tokens.path {path}" in caught.value.where
 
 
-def config(model: Path, home: Path, **new_tokens: object) -> RunConfig:
+def config(model: Path, home: Path, terms: Path) -> RunConfig:
     rows = write_texts(home / "rows.jsonl", 160, seed=1)
     return RunConfig(
         model=ModelConfig(name=str(model)),
         data=DataConfig(train_path=str(rows), processed_dir=str(home / "processed"), split=0.0),
-        tuning=TuningConfig(new_tokens=NewTokensConfig(**new_tokens)),
+        tuning=TuningConfig(new_tokens=NewTokensConfig(path=str(terms))),
     )
 
 
-def test_fifty_terms_of_the_data_are_found_and_shorten_it(tiny_llama: Path, tmp_path: Path):
-    cfg = config(tiny_llama, tmp_path, count=50)
-    tokenizer, tokens = load_extended(cfg)
-    plain = AutoTokenizer.from_pretrained(tiny_llama)
-    texts = domain_texts(160, seed=1)
+def test_fifty_listed_terms_shorten_texts_that_plain_transformers_reads_alike(tiny_llama: Path, tmp_path: Path):
+    tokenizer, tokens = load_extended(config(tiny_llama, tmp_path, write_terms(tmp_path / "terms.txt")))
+    plain, texts = AutoTokenizer.from_pretrained(tiny_llama), domain_texts(160, seed=1)
     before, after = (sum(len(encode(text)["input_ids"]) for text in texts) for encode in (plain, tokenizer))
-    assert len(tokens) == 50
     assert len(tokenizer) == len(plain) + 50
     assert after < 0.65 * before
     assert sum(token.tokens_saved for token in tokens) == before - after
-    assert "angle of attack" in {token.term for token in tokens}
-    assert len({token.term for token in tokens} & set(TERMS)) >= 40
-    assert load_extended(cfg)[1] == tokens
-
-
-def test_the_extended_tokenizer_is_the_same_when_plain_transformers_opens_it(tiny_llama: Path, tmp_path: Path):
-    tokenizer, tokens = load_extended(config(tiny_llama, tmp_path, count=20))
     tokenizer.save_pretrained(tmp_path / "saved")
     opened = AutoTokenizer.from_pretrained(tmp_path / "saved")
     for text in domain_texts(20, seed=3):
@@ -219,16 +181,10 @@ def test_the_extended_tokenizer_is_the_same_when_plain_transformers_opens_it(tin
     assert opened.convert_tokens_to_ids(tokens[-1].content) == len(opened) - 1
 
 
-def test_too_few_terms_end_with_what_to_change(tiny_llama: Path, tmp_path: Path):
-    with pytest.raises(DataError, match="no term occurs 5000 times") as caught:
-        load_extended(config(tiny_llama, tmp_path, count=5, min_count=5000))
-    assert caught.value.fix == "lower tuning.new_tokens.min_count, or leave tuning.new_tokens out"
-
-
 def test_a_listed_term_that_cannot_be_a_token_is_named(tiny_llama: Path, tmp_path: Path):
     (tmp_path / "terms.txt").write_text("aileron\nriver\n")
     with pytest.raises(ConfigError, match="1 of the terms cannot be new tokens, such as 'river': it is one token"):
-        load_extended(config(tiny_llama, tmp_path, path=str(tmp_path / "terms.txt")))
+        load_extended(config(tiny_llama, tmp_path, tmp_path / "terms.txt"))
 
 
 def test_a_list_that_was_made_for_another_tokenizer_is_refused(tiny_llama: Path):
@@ -311,10 +267,11 @@ def test_new_rows_that_would_not_train_are_refused(lora: dict[str, list[str]], k
     assert caught.value.where == key
 
 
-def test_the_cached_list_is_the_one_that_a_run_is_given(tiny_llama: Path, tmp_path: Path):
-    cfg = config(tiny_llama, tmp_path, count=5)
-    _, tokens = load_extended(cfg)
-    (cached,) = (tmp_path / "processed").glob("terms-*/new_tokens.json")
-    assert [entry["term"] for entry in json.loads(cached.read_text())] == [token.term for token in tokens]
-    (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text() * 2)
-    assert [token.count for token in load_extended(cfg)[1]] == [2 * token.count for token in tokens]
+def test_a_run_of_an_older_release_keeps_the_list_that_was_found_for_it(tiny_llama: Path, tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    listed = config(tiny_llama, tmp_path, write_terms(tmp_path / "terms.txt", 5))
+    tokens = extend_for_run(AutoTokenizer.from_pretrained(tiny_llama), listed, folder=folder)
+    without = listed.with_values({"tuning.new_tokens.path": None}, "test")
+    again = AutoTokenizer.from_pretrained(tiny_llama)
+    assert extend_for_run(again, without, folder=folder) == tokens
+    assert again.convert_tokens_to_ids(tokens[-1].content) == tokens[-1].id

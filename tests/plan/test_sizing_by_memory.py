@@ -106,7 +106,7 @@ def test_a_model_is_split_only_where_one_gpu_cannot_hold_it(monkeypatch, mode, c
 
 
 def test_a_model_whose_rows_of_new_tokens_train_is_not_split():
-    values = {"tuning.mode": "lora", "tuning.new_tokens.count": 50, "train.effective_batch_size": 32}
+    values = {"tuning.mode": "lora", "tuning.new_tokens.path": "terms.txt", "train.effective_batch_size": 32}
     cfg = GEMMA.with_values(values, "test")
     sized = size_run(cfg, gpus(24 * GIB, 24 * GIB), world_size=2, shape=find_shape(cfg.model.name))
     assert sized.cfg.cluster.strategy == "ddp"

@@ -149,7 +149,6 @@ def check_label_settings(cfg: RunConfig) -> Iterator[Problem]:
             "a micro-batch has a fixed number of completions", "examples",
         ),
         ("tuning.backend", tuning.backend == "unsloth", "unsloth is not offered", "bnb"),
-        ("tuning.new_tokens.count", tuning.new_tokens.count > 0, no_rows, "0"),
         ("tuning.new_tokens.path", tuning.new_tokens.path is not None, no_rows, "null"),
     )  # fmt: skip
     for key, is_asked, why, remedy in table:
