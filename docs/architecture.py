@@ -191,8 +191,8 @@ PATHS = """## The path of a config value
 2. Before the first step `signals.py` ends the rank. Later `train/guards.py` notes it, and all ranks agree at an edge.
 3. The Trainer saves; `train/checkpointing.py` seals the checkpoint by `launch/checkpoints.py`.
 4. `tasks/worker.py` writes state and code into `status.json`. The parent returns that code.
-5. In a SLURM job `launch/slurm/request.py` asks for the signal, `launch/slurm/job.py` passes it on and at code 138 has
-   `launch/slurm/scheduler.py` queue the job again.
+5. In a SLURM job `launch/slurm/request.py` asks for the signal, `launch/slurm/job.py` passes it on and at
+   code 138 has the job queued again.
 
 ## How far a reader walks
 

@@ -13,8 +13,8 @@ from sftplay import log
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.slurm.job import JOB_FILE
 from sftplay.launch.slurm.request import JobRequest
-from sftplay.launch.slurm.scheduler import JOB_FILE
 from sftplay.runs import submit as submitting
 from sftplay.runs.submit import as_text, describe
 from sftplay.runs.submit import cancel as cancel_job

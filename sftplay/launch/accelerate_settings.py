@@ -12,8 +12,6 @@ from sftplay.config.cluster import SHARDED, ZERO_STAGES
 from sftplay.errors import ConfigError
 from sftplay.machine.doctor import builds_folder
 
-STRATEGIES = ("single", "ddp", *SHARDED)
-
 LEAST_HSDP = 4  # fewest processes of hsdp: two copies of a model, each split over two processes
 
 
@@ -28,23 +26,36 @@ def strategy_environment(
     gradient_accumulation: int = 1,
     nnodes: int = 1,
 ) -> dict[str, str]:
-    """The workers' variables for `strategy`, one of `STRATEGIES`. `precision` is fp32, bf16 or fp16.
+    """The workers' variables for `cluster.strategy`. `precision` is fp32, bf16 or fp16.
 
     `layer_class` is a comma-separated list of the model's decoder layers; with None accelerate uses the model's
-    `_no_split_modules`. `deepspeed_json` is plain JSON (see `deepspeed_json.write_plain`) for ZeRO only; it sets stage
+    `_no_split_modules`. `deepspeed_json` is JSON without comments, for ZeRO only; it sets stage
     and offloading itself. `gradient_accumulation` must be the Trainer's. Raises ConfigError for
-    an unknown strategy, a JSON for a strategy without DeepSpeed, or processes that hsdp cannot divide.
+    a JSON for a strategy without DeepSpeed, or processes that hsdp cannot divide.
     """
-    if strategy not in STRATEGIES:
-        fix = f"choose from {', '.join(STRATEGIES)}"
-        raise ConfigError(f"no strategy {strategy!r}", where="cluster.strategy", fix=fix)
     if deepspeed_json is not None and strategy not in ZERO_STAGES:
         fix = f"write cluster.strategy: {', '.join(ZERO_STAGES)}; or leave cluster.deepspeed out"
         what = f"a DeepSpeed file is given, but {strategy} does not use it"
         raise ConfigError(what, where="cluster.deepspeed", fix=fix)
     if strategy in ZERO_STAGES:
-        env = _zero(ZERO_STAGES[strategy], deepspeed_json, gradient_accumulation=gradient_accumulation)
-        env |= build_environment(has_gpu=has_gpu)
+        env = build_environment(has_gpu=has_gpu) | {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            # The model is built as a whole and split afterwards. zero.Init would draw random weights (a builtin model,
+            # an adapter) shard by shard, which gives other weights for the seed. It cannot gather 4-bit weights either.
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+        }
+        if deepspeed_json is not None:
+            env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(deepspeed_json)
+        else:
+            stage = ZERO_STAGES[strategy]
+            env |= {
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
+                "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(gradient_accumulation),
+                "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+                # Without it stage 3 cannot write complete weights at the end.
+                "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": str(stage == 3).lower(),
+            }
     elif strategy in SHARDED:
         env = {
             "ACCELERATE_USE_FSDP": "true",
@@ -91,25 +102,6 @@ def build_environment(*, has_gpu: bool) -> dict[str, str]:
     if shutil.which("ninja") is None and (programs / "ninja").exists():
         env["PATH"] = os.pathsep.join([str(programs), os.environ.get("PATH", os.defpath)])
     return env
-
-
-def _zero(stage: int, deepspeed_json: Path | None, *, gradient_accumulation: int) -> dict[str, str]:
-    env = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        # The model is built as a whole and split afterwards. zero.Init would draw random weights (a builtin model, an
-        # adapter) shard by shard, which gives other weights for the seed. It cannot gather 4-bit weights either.
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-    }
-    if deepspeed_json is not None:
-        return env | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(deepspeed_json)}
-    return env | {
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(gradient_accumulation),
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-        # Without it stage 3 cannot write complete weights at the end.
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": str(stage == 3).lower(),
-    }
 
 
 CHECKSUM_LINE = "# Written by make setup-accelerate for this machine. Sum of what follows: "

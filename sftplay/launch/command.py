@@ -206,8 +206,12 @@ def build_launch(
     is_offline: bool,
     strategy: Mapping[str, str] | None = None,
     launcher: Launcher = "auto",
+    module: str = WORKER,
+    options: Sequence[str] = (),
 ) -> Launch:
-    """The worker itself for one process, `launcher` for several. `is_offline`: the run needs nothing from a hub.
+    """`module` with the folder and `options`, started by itself for one process and by `launcher` for several.
+
+    `is_offline`: the run needs nothing from a hub.
 
     `strategy` comes from `strategy_environment`; without it the processes run plain data parallelism. Raises
     ConfigError if the launcher cannot start such a run, or there are options for a launcher but none runs.
@@ -216,11 +220,12 @@ def build_launch(
     if is_offline:
         env |= offline_environment()
     env |= {EXPECTS_GPU: "1", **gpu_environment()} if has_gpu else allocator_environment()
+    started = (module, str(run_folder), *options)
     if scale.world_size == 1:
         if scale.launcher_args:
             what = f"the run has one process and no launcher that could take {shlex.join(scale.launcher_args)}"
             raise ConfigError(what, where="--", fix="ask for several processes (NPROC=2), or leave them out")
-        return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)
+        return Launch((sys.executable, "-m", *started), env)
     if not has_gpu:
         if not strategy:
             # Without it each rank trains alone as the main one, and all exit with 0.
@@ -236,7 +241,7 @@ def build_launch(
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu else None
     argv = launcher_command(launcher, scale, strategy=strategy or {}, config=config, has_gpu=has_gpu, gpus=gpus)
     files = {config: accelerate_config(scale, strategy or {})} if launcher == "accelerate" else {}
-    return Launch((*argv, WORKER, str(run_folder)), env, files)
+    return Launch((*argv, *started), env, files)
 
 
 def quiet_environment() -> dict[str, str]:

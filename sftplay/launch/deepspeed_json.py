@@ -147,11 +147,6 @@ def read_deepspeed(path: Path, expected: Mapping[str, tuple[Any, str]] | None = 
     return values
 
 
-def write_plain(values: Mapping[str, Any], path: Path) -> None:
-    """Write the content as JSON without comments, which accelerate can read."""
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
 def run_values(cfg: RunConfig, *, world_size: int, stage: int | None = None) -> dict[str, tuple[Any, str]]:
     """Dotted name in a DeepSpeed file -> the value in the run's config and its key; without what is still `auto`."""
     train = cfg.train

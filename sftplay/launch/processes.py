@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import dropwhile
@@ -17,7 +17,7 @@ from typing import Any
 
 from sftplay.errors import RunError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.signals import STOP_SIGNALS
+from sftplay.signals import STOP_SIGNALS, popen_tied
 
 ENDING_S = 5.0
 """How long a killed process may take to disappear. A process that waits inside the kernel may never do so."""
@@ -85,6 +85,20 @@ def end_launch(launcher: int) -> list[int]:
     while any(map(read_state, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return [pid for pid in pids if read_state(pid)]
+
+
+def run_with_limit(argv: Sequence[str], *, env: Mapping[str, str], output: Path, limit_s: float) -> int | None:
+    """Run a command to its end and return its exit code; after `limit_s` seconds end all its processes, return None."""
+    with output.open("wb") as handle:
+        process = popen_tied(argv, output=handle, env=env)
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:  # where it has died, the kernel ends what it had started
+                end_launch(process.pid)
+                process.wait()
 
 
 STACKS_SIGNAL = signal.SIGUSR2

@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +19,7 @@ from sftplay.atomic import read_object, write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, RunError, SftplayError, error_from_json
-from sftplay.launch.command import WORKER, Launch, Scale, build_launch
+from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.processes import end_launch
 from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.machine.probe import probe
@@ -195,12 +195,10 @@ def build_ranks(subject: Subject, folder: Path, *, scale: Scale, has_gpu: bool) 
 
     Ranks exchange nothing, so DeepSpeed's launcher would add nothing to torchrun, and is not used.
     """
-    launch = build_launch(
-        folder, scale, has_gpu=has_gpu, is_offline=is_local(subject.cfg.model.name),
+    return build_launch(
+        folder, scale, has_gpu=has_gpu, is_offline=is_local(subject.cfg.model.name), module="sftplay.runs.code_eval",
         launcher="accelerate" if subject.cfg.cluster.launcher == "accelerate" else "auto",
     )  # fmt: skip
-    rank = "sftplay.runs.code_eval"  # this module
-    return replace(launch, argv=tuple(rank if argument == WORKER else argument for argument in launch.argv))
 
 
 def _run(launch: Launch) -> list[str]:

@@ -12,8 +12,9 @@ from typing import Any
 from sftplay.atomic import read_object
 from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
-from sftplay.launch.command import WORKER, Launch, Scale, build_launch
+from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.nccl import list_interfaces, nccl_environment
+from sftplay.launch.processes import run_with_limit
 from sftplay.machine.probe import Machine
 from sftplay.model.start_point import resolve_names
 from sftplay.places import cache_root
@@ -21,7 +22,6 @@ from sftplay.plan.communication import BUCKET_BYTES, SIZES_BYTES, Exchange, exch
 from sftplay.plan.memory import standing_bytes
 from sftplay.plan.memory_setup import read_memory_setup
 from sftplay.plan.sizing import size_run
-from sftplay.runs.gpu_check.conduct import run_with_limit
 from sftplay.runs.inputs import known_shape
 from sftplay.units import format_bytes
 
@@ -41,12 +41,12 @@ def build_check(
     With a config the launch has the variables of its `cluster.nccl`. Raise ConfigErrors where an interface is not
     there, or the environment sets another value.
     """
-    has_gpu, nccl = bool(machine.gpus), {}
-    launch = build_launch(folder, scale, has_gpu=has_gpu, is_offline=True)
-    argv = ("sftplay.train.comm_check" if argument == WORKER else argument for argument in launch.argv)
-    if cfg:
-        nccl = nccl_environment(cfg, folder, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
-    return replace(launch, argv=(*argv, f"{limit_s:g}"), env={**launch.env, **nccl})
+    has_gpu, module = bool(machine.gpus), "sftplay.train.comm_check"
+    launch = build_launch(folder, scale, has_gpu=has_gpu, is_offline=True, module=module, options=[f"{limit_s:g}"])
+    if cfg is None:
+        return launch
+    nccl = nccl_environment(cfg, folder, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
+    return replace(launch, env={**launch.env, **nccl})
 
 
 def run_check(launch: Launch, folder: Path, *, scale: Scale, limit_s: float) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from sftplay.config.load import dump_resolved
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.command import cache_environment, gpu_environment, offline_environment, quiet_environment
-from sftplay.log import FOLLOWED
+from sftplay.launch.processes import run_with_limit
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
 from sftplay.places import cache_root
@@ -208,30 +207,21 @@ def run_probe(sized: SizedRun, request: dict[str, Any], *, target: ProbeTarget) 
     """
     log_path = target.log_folder / "probe.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, **quiet_environment(), **cache_environment(), **gpu_environment()}
-    env.pop(FOLLOWED, None)  # its lines are not marked
-    if needs_no_hub(sized.cfg):
-        env |= offline_environment()
+    env = quiet_environment() | cache_environment() | gpu_environment()
+    env |= offline_environment() if needs_no_hub(sized.cfg) else {}
     if target.machine.gpus and (uuid := target.gpu.uuid):
         env["CUDA_VISIBLE_DEVICES"] = uuid
-    with (
-        tempfile.TemporaryDirectory(prefix="sftplay-probe-") as scratch,
-        log_path.open("w", encoding="utf-8") as output,
-    ):
-        folder = Path(scratch)
+    with tempfile.TemporaryDirectory(prefix="sftplay-probe-") as scratch:
+        folder, where, fix = Path(scratch), str(log_path), "set train.probe=off"
         write_text(folder / "config.resolved.yaml", dump_resolved(sized.cfg))
         write_text(folder / REQUEST, json.dumps(request))
-        argv = [sys.executable, "-m", "sftplay.tasks.probe_step", str(folder)]
-        where, fix = str(log_path), "set train.probe=off"
-        try:
-            completed = subprocess.run(argv, env=env, stdout=output, stderr=output, timeout=target.limit_s, check=False)
-        except subprocess.TimeoutExpired:
-            raise RunError(f"no answer within {target.limit_s:g} s", where=where, fix=fix) from None
-        if completed.returncode or not (folder / MEASURED).is_file():
-            output.flush()
+        argv = [sys.executable, "-m", "sftplay.tasks.probe_step", scratch]
+        code = run_with_limit(argv, env=env, output=log_path, limit_s=target.limit_s)
+        if code is None:
+            raise RunError(f"no answer within {target.limit_s:g} s", where=where, fix=fix)
+        if code or not (folder / MEASURED).is_file():
             last_line = (log_path.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[-1]
-            what = f"it ended with code {completed.returncode} ({last_line[:200]}), see {log_path}"
-            raise RunError(what, where=where, fix=fix)
+            raise RunError(f"it ended with code {code} ({last_line[:200]}), see {log_path}", where=where, fix=fix)
         content: dict[str, Any] = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
         return content
 

@@ -107,13 +107,10 @@ def _describe_node(args: Namespace, scale: Scale, *, machine: Machine) -> dict[s
         files = describe_files(cfg)
     except SftplayError as error:
         return {**report, "error": error.as_json()}
-    gpus = {} if isinstance(cfg.train.batch_size, int) else {"GPUs": describe_gpus(machine)}
+    # Node 0 sizes the batch for all nodes by its own GPUs.
+    names = ", ".join(f"{gpu.name} {format_bytes(gpu.total_bytes)}" for gpu in machine.gpus) or "none"
+    gpus = {} if isinstance(cfg.train.batch_size, int) else {"GPUs": names}
     return {**report, "config": flatten(cfg), "files": files, "gpus": gpus}
-
-
-def describe_gpus(machine: Machine) -> str:
-    """Return the GPUs as text. Node 0 sizes the batch for all nodes by its own."""
-    return ", ".join(f"{gpu.name} {format_bytes(gpu.total_bytes)}" for gpu in machine.gpus) or "none"
 
 
 def describe_files(cfg: RunConfig) -> dict[str, str]:

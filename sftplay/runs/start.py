@@ -46,8 +46,6 @@ from sftplay.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from sftplay.launch.nodes import Rendezvous
-
-if TYPE_CHECKING:
     from sftplay.plan.fit import Fit
 
 

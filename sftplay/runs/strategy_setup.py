@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -127,14 +128,14 @@ def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, nod
     """
     if "ACCELERATE_USE_DEEPSPEED" not in command.env:
         return
-    from sftplay.launch.deepspeed_json import read_deepspeed, write_plain
+    from sftplay.launch.deepspeed_json import read_deepspeed
 
     offloads = False
     if cfg.cluster.deepspeed is not None:
         values = read_deepspeed(Path(cfg.cluster.deepspeed))
         offloads = "offload_optimizer" in values.get("zero_optimization", {})
         if node == 0:
-            write_plain(values, folder.path / PLAIN)
+            (folder.path / PLAIN).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     prebuild_deepspeed_ops(has_gpu="DS_ACCELERATOR" not in command.env, offloads=offloads)
 
 

@@ -20,10 +20,21 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, SftplayError
 from sftplay.launch.generation_server import starts_server
 from sftplay.launch.run_folder import RunFolder, find_run, has_begun, new_folder
-from sftplay.launch.slurm import scheduler
-from sftplay.launch.slurm.job import run_job
+from sftplay.launch.slurm.job import (
+    ACTIVE,
+    CONFIG,
+    JOB_FILE,
+    JOBS,
+    LOCK,
+    JobFolder,
+    add_job,
+    ask_state,
+    call,
+    call_sbatch,
+    newest_job,
+    run_job,
+)
 from sftplay.launch.slurm.request import JobRequest, in_our_names, job_file
-from sftplay.launch.slurm.scheduler import CONFIG, JOB_FILE, JOBS, LOCK, JobFolder, add_job, newest_job
 from sftplay.machine.releases import VLLM_INSTALL
 from sftplay.plan.sizing import split_batch
 from sftplay.runs.inputs import check_inputs, needs_no_hub
@@ -94,8 +105,8 @@ def submit(job: Submission) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK):
         earlier = newest_job(folder)
-        if earlier and (state := scheduler.look(earlier.job)).is_active:  # two jobs would write into the same files
-            what = f"the run {folder.name!r} has the job {earlier.job}, which is {state.state}"
+        if earlier and (state := ask_state(earlier.job)["state"]) in ACTIVE:  # two jobs would write into the same files
+            what = f"the run {folder.name!r} has the job {earlier.job}, which is {state}"
             fix = f"make cancel RUN={folder.name}, or choose another run_name"
             raise ConfigError(what, where=str(folder), fix=fix)
         files = (folder / CONFIG, folder / JOB_FILE)
@@ -103,7 +114,7 @@ def submit(job: Submission) -> int:
         try:
             write_text(folder / CONFIG, dump_given(job.cfg))
             write_text(folder / JOB_FILE, job.text)
-            number = scheduler.submit(folder / JOB_FILE)
+            number = call_sbatch(folder / JOB_FILE)
         except SftplayError:
             for path in files:
                 if path in before:
@@ -177,7 +188,7 @@ def describe(job: JobFolder) -> dict[str, Any]:
     return {
         "run": job.run.name,
         "job_id": job.job,
-        **scheduler.look(job.job).as_json(),
+        **ask_state(job.job),
         "run_state": run.get("state"),
         **{key: run.get(key) for key in ("step", "exit_code", "last_checkpoint")},
         "lives": job.lives(),
@@ -204,20 +215,21 @@ def cancel(job: JobFolder, *, wait_s: float) -> bool:
 
     A job that has not stopped after `wait_s` seconds is ended by SLURM.
     """
-    state = scheduler.look(job.job)
-    if not state.is_active:
+    state = ask_state(job.job)["state"]
+    if state not in ACTIVE:
         return False
 
-    def wait(limit_s: float, *also: str) -> None:
+    def wait(limit_s: float, states: tuple[str, ...] = ACTIVE) -> None:
         deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline and ((state := scheduler.look(job.job)).is_active or state.state in also):
+        while time.monotonic() < deadline and ask_state(job.job)["state"] in states:
             time.sleep(0.5)
 
-    if state.state == "RUNNING" and wait_s:
-        scheduler.ask_to_stop(job.job)
+    if state == "RUNNING" and wait_s:
+        # SIGTERM to the job's own process alone: it forwards it, and has all the time it needs for a checkpoint.
+        call("scancel", "--batch", "--signal=TERM", str(job.job))
         log.say(f"job {job.job}: the run stops with a checkpoint", "cancel")
         wait(wait_s)
-    if scheduler.look(job.job).is_active:
-        scheduler.end(job.job)
-    wait(120.0, "COMPLETING")  # SLURM may take so long to clean up behind a job
+    if ask_state(job.job)["state"] in ACTIVE:
+        call("scancel", str(job.job))  # SIGTERM, and SIGKILL a while later
+    wait(120.0, (*ACTIVE, "COMPLETING"))  # SLURM may take so long to clean up behind a job
     return True

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from processes import HANG_S
 
-from sftplay.launch.slurm.scheduler import JobFolder
+from sftplay.launch.slurm.job import JobFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,6 @@ from sftplay.launch.checkpoints import (
     list_checkpoints,
     mark_complete,
     newest_complete,
-    read_step,
     rotate,
     set_aside,
 )
@@ -72,13 +71,8 @@ def mark(checkpoint: Path, **fields: object) -> None:
         (truncate_the_marker, "no readable COMPLETE.json"),
         (lambda c: (c / "COMPLETE.json").unlink(), "no readable COMPLETE.json"),
         (lambda c: mark(c, files=["weights.bin"]), "COMPLETE.json has an odd 'files'"),
-        (lambda c: mark(c, files={"weights.bin": {"bytes": 5}}), "COMPLETE.json has an odd 'files'"),
-        (lambda c: mark(c, step="4"), "COMPLETE.json has an odd 'step'"),
         (lambda c: mark(c, step=5), "COMPLETE.json is of step 5"),
         (lambda c: mark(c, counters={"tokens_seen": "many"}), "COMPLETE.json has an odd 'counters'"),
-        (lambda c: mark(c, world_size=0), "COMPLETE.json has an odd 'world_size'"),
-        (lambda c: mark(c, config=[]), "COMPLETE.json has an odd 'config'"),
-        (lambda c: mark(c, weights={"a": 1}), "COMPLETE.json has an odd 'weights'"),
         (lambda c: mark(c, rows_sha256="a"), "COMPLETE.json lacks 'rows'"),
         (lambda c: (c / "COMPLETE.json").write_bytes(b'{"step": 4\xff}'), "no readable COMPLETE.json"),
         (lambda c: (c / "COMPLETE.json").write_text("[" * 100_000), "no readable COMPLETE.json"),
@@ -91,15 +85,6 @@ def test_damaged_checkpoint_is_named_and_passed_over_for_the_one_before(harm, da
     assert newest_complete(tmp_path) == (before, [f"skipping checkpoint-4: {damage}"])
 
 
-def test_order_is_by_step_not_by_name_and_other_files_are_left_out(tmp_path: Path):
-    for step in (10, 9, 100):
-        make(tmp_path, step)
-    (tmp_path / "checkpoint-best").mkdir()
-    (tmp_path / "checkpoint-7").write_text("a file")
-    assert names(tmp_path) == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
-    assert newest_complete(tmp_path)[0] == tmp_path / "checkpoint-100"
-
-
 def test_a_folder_whose_name_holds_no_step_is_named_and_passed_over(tmp_path: Path):
     whole = make(tmp_path, 3)
     for name in ("²", "٣", "03", "1" * 5000, "", "-4", "best"):
@@ -110,12 +95,6 @@ def test_a_folder_whose_name_holds_no_step_is_named_and_passed_over(tmp_path: Pa
     assert "skipping 'checkpoint-²': its name ends with no number of steps" in passed_over
     assert len(passed_over) == 6
     assert set_aside(tmp_path, after_step=3) == []
-
-
-def test_step_of_a_checkpoint_kept_under_another_name_is_in_its_marker(tmp_path: Path):
-    moved = make(tmp_path, 6).rename(tmp_path / "the good one")
-    assert read_step(moved) == 6
-    assert read_step(tmp_path / "checkpoint-12") == 12
 
 
 @pytest.mark.parametrize(
@@ -162,17 +141,6 @@ def test_broken_lines_of_metrics_are_named_and_kept_while_the_whole_ones_go_on(t
     assert (tmp_path / "metrics.jsonl.broken").read_bytes() == broken
     cut_back(path, 2)
     assert capsys.readouterr().out == ""
-
-
-def test_metrics_after_the_checkpoint_and_a_torn_line_are_removed(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (2, 4, 6)]
-    path.write_text("\n".join(lines) + '\n{"step": 8, "lo')
-    cut_back(path, 4)
-    assert path.read_text().splitlines() == lines[:2]
-    cut_back(path, 0)
-    assert path.read_text() == ""
-    cut_back(tmp_path / "none.jsonl", 3)
 
 
 def test_measurements_behind_the_checkpoint_go_with_their_answers_and_all_others_stay(tmp_path):

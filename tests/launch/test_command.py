@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.launch.command import Scale, build_launch, cache_environment, offline_environment
+from sftplay.launch.command import Scale, build_launch, cache_environment
 from sftplay.runs.inputs import needs_no_hub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,39 +39,11 @@ def test_no_connection_is_attempted_when_everything_is_on_this_machine(launch, t
         assert OFFLINE.issubset(launch(*overrides).env)
 
 
-def test_bars_of_libraries_are_silent_where_nothing_is_downloaded():
-    # transformers draws "Writing model shards" when a builtin model is first saved; it asks the hub's client at import.
-    code = "from transformers.utils.logging import is_progress_bar_enabled as shows; print(shows())"
-    for settings, shown in (({}, "True"), (offline_environment(), "False")):
-        env = {key: value for key, value in os.environ.items() if key != "HF_HUB_DISABLE_PROGRESS_BARS"} | settings
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == [shown]
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["model.name=org/model", "data.train_path=org/rows", "data.val_path=org/rows", "data.test_path=org/rows"],
-)
-def test_a_single_name_of_the_hub_keeps_the_run_online(launch, override):
-    assert OFFLINE.isdisjoint(launch(override).env)
-
-
 def test_one_process_is_started_directly_with_this_python(launch):
     assert launch().argv == (sys.executable, "-m", "sftplay.tasks.worker", "outputs/demo")
     env = launch().env
     assert "ACCELERATE_USE_CPU" not in env
     assert (env["HF_HUB_DISABLE_TELEMETRY"], env["DO_NOT_TRACK"]) == ("1", "1")
-
-
-def test_two_processes_without_a_gpu_are_told_to_use_the_cpu_and_share_the_cores(launch, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("sftplay.machine.probe.usable_cores", lambda: 8)
-    started = launch(scale=Scale(2))
-    assert started.env["ACCELERATE_USE_CPU"] == "true"
-    assert started.env["OMP_NUM_THREADS"] == "4"
-    assert "ACCELERATE_USE_CPU" not in launch(scale=Scale(2), has_gpu=True).env
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert "OMP_NUM_THREADS" not in launch(scale=Scale(2)).env
 
 
 OF_A_CPU = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "THP_MEM_ALLOC_ENABLE")

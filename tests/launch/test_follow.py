@@ -13,14 +13,12 @@ from types import SimpleNamespace
 import pytest
 from processes import HANG_S, is_alive, wait_until
 
-from sftplay import log
 from sftplay import log as console
 from sftplay.launch import follow as following
 from sftplay.launch.command import Launch
-from sftplay.launch.follow import FolderGone, follow, watch_folder
+from sftplay.launch.follow import FolderGone, follow
 from sftplay.launch.run_folder import RunFolder
 from sftplay.log import LINE, STATUS
-from sftplay.signals import STOP_SIGNALS, catch_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,20 +83,6 @@ def test_marked_lines_reach_the_screen_and_all_others_the_log(folder, capsys):
     assert not {LINE, STATUS} & set(captured.out)
 
 
-@pytest.mark.usefixtures("no_sign_of_life")
-def test_under_json_the_lines_of_a_run_go_to_standard_error(folder, capsys, monkeypatch):
-    monkeypatch.setenv(log.JSON, "1")
-    body = "log.say('hello'); folder.update_status(exit_code=0)"
-    assert follow(worker(folder, body), folder) == 0
-    assert capsys.readouterr() == ("", "[train] hello\n")
-
-
-def test_output_that_is_no_utf8_harms_nothing(folder, capsys):
-    body = "os.write(1, b'\\xff\\xfe broken\\n'); folder.update_status(exit_code=0)"
-    assert follow(worker(folder, body), folder) == 0
-    assert "broken" in (folder.logs / "launch.log").read_text()
-
-
 def test_a_worker_killed_from_outside_is_a_failed_run_with_5(folder, capsys):
     body = "folder.update_status(step=3); print('last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     assert follow(worker(folder, body), folder) == 5
@@ -109,18 +93,6 @@ def test_a_worker_killed_from_outside_is_a_failed_run_with_5(folder, capsys):
     assert "last words" in error
     assert "memory may have run out" in error
     assert "fix: look at" in error
-
-
-def test_a_worker_that_ends_without_a_report_is_a_bug_with_its_traceback_shown(folder, capsys):
-    assert follow(worker(folder, "import sftplay.nowhere"), folder) == 1
-    assert status_of(folder)["state"] == "failed"
-    assert "ModuleNotFoundError" in capsys.readouterr().err
-
-
-def test_a_launcher_that_ends_with_1_after_the_ranks_had_met_has_lost_one_of_them(folder, capsys):
-    assert follow(worker(folder, "folder.update_status(ranks=[{'pid': 1}]); sys.exit(1)"), folder) == 5
-    assert status_of(folder)["exit_code"] == 5
-    assert "ended with code 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -146,27 +118,6 @@ def test_a_run_whose_folder_goes_away_ends_with_5_and_says_what_is_gone(folder, 
     else:
         assert "the whole folder" in caught.value.what
         assert not folder.path.exists()
-
-
-def test_a_folder_that_is_not_seen_for_a_moment_ends_no_run(folder, monkeypatch):
-    folder.resolved.write_text(CONFIG)
-    look, real, seen = watch_folder(folder), Path.exists, []
-
-    def exists(path, **options):
-        if path == folder.resolved and len(seen) < 1:
-            seen.append(path)
-            return False
-        return real(path, **options)
-
-    monkeypatch.setattr(Path, "exists", exists)
-    look()
-    assert seen
-
-    def busy(path, **options):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(Path, "exists", busy)
-    look()
 
 
 DRIVER = """
@@ -209,14 +160,6 @@ def test_a_stop_signal_reaches_the_worker_and_its_code_comes_back(folder, follow
     assert status_of(folder)["got"] == getattr(signal, name)
 
 
-def test_a_worker_that_dies_of_the_signal_itself_is_noted_as_stopped(folder, followed):
-    driver = followed("folder.update_status(ready=True); time.sleep(600)")
-    driver.send_signal(signal.SIGTERM)
-    assert driver.wait(HANG_S) == 143
-    status = status_of(folder)
-    assert (status["state"], status["signal"], status["attempts"][0]["cause"]) == ("stopped", "SIGTERM", "SIGTERM")
-
-
 def test_a_second_signal_ends_a_worker_that_takes_its_time(folder, followed, monkeypatch):
     monkeypatch.delenv("MAKELEVEL", raising=False)  # the suite may have been started by make
     driver = followed("wait_for_signal(); folder.update_status(saving=True); time.sleep(600)")
@@ -239,17 +182,6 @@ def test_sigterm_that_make_passes_on_is_no_second_signal(folder, followed, monke
     (folder.path / "sent").touch()
     assert driver.wait(HANG_S) == 143
     assert status_of(folder)["saved"]
-
-
-def test_hang_up_that_nohup_switched_off_stays_so():
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert set(catch_signals(lambda *_, **__: None)) == set(STOP_SIGNALS) - {signal.SIGHUP}
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def test_ranks_of_another_node_get_no_signal_here(folder, followed):

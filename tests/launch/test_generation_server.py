@@ -5,7 +5,6 @@ A stand-in speaks vLLM's protocol. A program that starts its command at once sta
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -63,12 +62,6 @@ def test_default_command_has_what_trl_asks_of_a_server():
     assert {*imposed, "--tensor-parallel-size"} == ours.keys()
 
 
-def test_own_command_gets_model_and_address_and_keeps_its_other_braces():
-    cfg = config(command="""run --name "a {model}" {host}:{port} '{"a": 1}'""")
-    words = server_command(cfg, host="h", port=5)
-    assert words == ["run", "--name", "a org/m", "h:5", '{"a": 1}']
-
-
 def test_server_is_started_only_where_the_config_names_none():
     assert starts_server(config())
     assert not starts_server(config(url="http://other:8000"))
@@ -101,16 +94,6 @@ def test_job_file_asks_for_a_node_of_its_own(
     assert "hetjob" not in capsys.readouterr().out
     assert main(["submit", "--config", path, "--server-sbatch=--mem=1", "grpo.vllm.url=http://a:1"]) == 2
     assert "the job starts no generation server" in capsys.readouterr().err
-
-
-def test_sbatch_of_the_shipped_file_is_refused_without_a_node_for_the_server(
-    write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("SLURM_JOB_ID", "5")
-    assert main(["submit", "--here", "--config", str(write_config(**grpo()))]) == 2
-    said = capsys.readouterr().err
-    assert "the job has no node for the generation server" in said
-    assert "set grpo.vllm.url" in said
 
 
 SRUN = 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'
@@ -169,16 +152,6 @@ def test_trainer_ends_with_a_server_that_dies(served: Callable[..., Life]):
     assert life.job.lives()[0]["exit_code"] == 5
 
 
-def test_notice_of_the_end_stops_both_and_queues_the_job_again(served: Callable[..., Life], slurm: Callable[..., Path]):
-    life = served()
-    process = life.start("--server", waits=True)
-    wait_until((life.run / "ready").exists)
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(HANG_S) == 138
-    assert "scontrol requeue 12" in slurm().read_text()
-    assert not servers(life)
-
-
 def test_stop_of_the_job_that_takes_the_server_first_is_still_a_stop(served: Callable[..., Life]):
     life = served()
     process = life.start("--server", waits=True, deaf=True)
@@ -209,11 +182,3 @@ def test_notice_while_the_server_starts_queues_the_job_again(served: Callable[..
     process.send_signal(signal.SIGUSR1)
     assert process.wait(HANG_S) == 138
     assert not servers(life)
-
-
-def test_command_that_does_not_exist_is_told(served: Callable[..., Life]):
-    life = served("no-such-program {port}")
-    assert life.end("--server", code=0) == 3
-    said = json.dumps(life.job.server_log.read_text())
-    assert "no-such-program" in said
-    assert "grpo.vllm.command" in said

@@ -19,14 +19,14 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from processes import HANG_S, is_alive, wait_until
 from torch.distributed.run import get_args_parser
 
-from sftplay.cli import main, parse
+from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch import processes as processes_of_a_launch
 from sftplay.launch.accelerate_settings import strategy_environment
 from sftplay.launch.command import Launch, Scale, build_launch
-from sftplay.launch.follow import final_exit_code, follow
-from sftplay.launch.processes import end_launch, find_death
+from sftplay.launch.follow import follow
+from sftplay.launch.processes import end_launch
 from sftplay.launch.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,18 +138,6 @@ def test_deepspeed_starts_on_the_gpus_that_are_visible_not_on_the_first_ones(mon
         launch("deepspeed", strategy="zero3", has_gpu=True)
 
 
-@pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate", "deepspeed"])
-def test_single_process_is_started_directly_whatever_the_launcher(launcher: str):
-    assert launch(launcher, Scale(1)).argv == (sys.executable, "-m", "sftplay.tasks.worker", "outputs/x")
-    with pytest.raises(ConfigError, match="the run has one process and no launcher that could take --log-dir here"):
-        launch(launcher, Scale(1, launcher_args=("--log-dir", "here")))
-
-
-def test_deepspeed_is_refused_where_it_would_use_ssh():
-    with pytest.raises(ConfigError, match="reaches 2 nodes by ssh"):
-        launch("deepspeed", Scale(2, nnodes=2), strategy="zero2")
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
 def test_deepspeed_is_refused_for_a_strategy_that_is_not_its_own(strategy: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
@@ -158,15 +146,6 @@ def test_deepspeed_is_refused_for_a_strategy_that_is_not_its_own(strategy: str, 
     assert caught.value.where == "command line cluster.launcher"
     with pytest.raises(ConfigError, match="zero1, zero2 and zero3 only"):
         launch("deepspeed", Scale(4), strategy=strategy)
-
-
-def test_a_launcher_without_effect_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    monkeypatch.chdir(ROOT)
-    arguments = ["train", "--config", DEMO, "run_name=launched", "--dry-run", "cluster.launcher=accelerate"]
-    assert main(arguments) == 0
-    assert "note: cluster.launcher accelerate has no effect" in capsys.readouterr().out
-    assert main([*arguments, "--nproc", "2"]) == 0
-    assert "note: cluster.launcher" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
@@ -185,12 +164,6 @@ def test_options_after_two_dashes_go_to_the_launcher_unchanged(
     assert argv.index("--log-dir") < argv.index("sftplay.tasks.worker")
 
 
-@pytest.mark.parametrize("verb", ["plan", "validate", "eval"])
-def test_options_for_a_launcher_are_refused_by_a_command_that_starts_none(verb: str):
-    with pytest.raises(ConfigError, match=f"{verb} starts no launcher that could take --log-dir"):
-        parse([verb, "--config", DEMO, "--", "--log-dir", "x"])
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     """A run whose launch has just begun."""
@@ -206,25 +179,6 @@ def test_a_launchers_message_about_an_unknown_option_reaches_the_user(folder: Ru
     assert "error: unrecognized arguments: --no-such-flag\n  fix: change the options" in capsys.readouterr().err
     status = folder.read_json("status.json")
     assert (status["state"], status["error"]["code"]) == ("failed", "config")
-
-
-@pytest.mark.parametrize(
-    ("code", "found"), [(-9, "a rank was killed by SIGKILL"), (17, "a rank ended with code 17 and no message")]
-)
-def test_a_death_is_read_from_the_lines_of_deepspeed(folder: RunFolder, code: int, found: str):
-    begin = "[2026-11-21 22:05:10,123]"
-    error = f"{begin} [ERROR] [launch.py:330:sigkill_handler] ['python', 'x'] exits with return code = {code}"
-    lines = [f"{begin} [INFO] [launch.py:325:sigkill_handler] Killing subprocess 77", error]
-    assert find_death(lines) == found
-    # The other rank was stopped by the launcher.
-    folder.update_status(state="stopped", exit_code=143, signal="SIGTERM", ranks=[{"pid": 1}, {"pid": 2}])
-    assert final_exit_code(folder, 1, received=0, unmarked=lines) == 5
-    assert folder.read_json("status.json")["error"]["what"] == found
-
-
-@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 130, 138, 143, -15])
-def test_rank_of_deepspeed_that_reported_its_end_is_no_death(code: int):
-    assert find_death([f"[x] [ERROR] [launch.py:330:sigkill_handler] ['python'] exits with return code = {code}"]) == ""
 
 
 CHAIN = """

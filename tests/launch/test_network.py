@@ -11,7 +11,7 @@ import pytest
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigErrors
 from sftplay.launch.command import Scale
-from sftplay.launch.nccl import DUMPS, nccl_environment
+from sftplay.launch.nccl import nccl_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing import size_run
@@ -86,16 +86,6 @@ def test_a_variable_of_the_shell_that_says_otherwise_is_refused_and_never_overri
     assert problems[0].fix == "unset NCCL_DEBUG, or remove cluster.nccl.debug"
 
 
-def test_a_variable_of_the_shell_that_says_the_same_is_no_contradiction():
-    assert environment("debug=INFO", NCCL_DEBUG="INFO")["NCCL_DEBUG"] == "INFO"
-    assert environment("socket_ifname=eth0", NCCL_SOCKET_IFNAME="eth0")["NCCL_SOCKET_IFNAME"] == "=eth0"
-
-
-@pytest.mark.parametrize("name", DUMPS)
-def test_the_users_own_place_for_the_records_stays(name: str):
-    assert environment(**{name: "/elsewhere/rank"}) == {}
-
-
 def launched(processes: int, *overrides: str, gpus: int = 0) -> dict[str, str]:
     machine = Machine((CARD,) * gpus, "" if gpus else "none in this test", 2**34, 2, "3.11", "Linux", {})
     cfg = load_config("configs/run_demo.yaml", ["train.effective_batch_size=8", *overrides])
@@ -109,11 +99,3 @@ def test_workers_of_several_processes_get_them_and_a_single_process_none():
     assert launched(2, "cluster.nccl.debug=WARN", gpus=2)["NCCL_DEBUG"] == "WARN"
     alone = launched(1, override, "cluster.nccl.debug=WARN", gpus=1)
     assert not any(name.startswith(("NCCL_", "GLOO_", "TORCH_FR_")) for name in alone)
-
-
-def test_keys_that_only_nccl_reads_are_noted_as_without_effect_where_no_gpu_is():
-    overrides = ["cluster.nccl.debug=WARN", "cluster.nccl.socket_ifname=lo"]
-    machine = Machine((), "none in this test", 2**34, 2, "3.11", "Linux", {})
-    notes = size_run(load_config("configs/run_demo.yaml", overrides), machine, world_size=2).notes
-    assert "cluster.nccl.debug has no effect without a GPU" in notes
-    assert not any("socket_ifname" in note for note in notes)

@@ -9,10 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -22,19 +19,11 @@ import psutil
 import pytest
 from processes import HANG_S, wait_until
 
-from sftplay import log
 from sftplay.cli import main
-from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.errors import ConfigError
 from sftplay.launch import command as module
-from sftplay.launch import generation_server
 from sftplay.launch.command import Scale, launcher_command, ray_command, read_request
-from sftplay.launch.follow import final_exit_code
-from sftplay.launch.generation_server import FollowedServer
-from sftplay.launch.processes import find_death
-from sftplay.launch.ray_train import driver
 from sftplay.launch.ray_train.driver import _Lines
-from sftplay.launch.ray_train.rank import STOP
-from sftplay.launch.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,14 +62,6 @@ def test_what_cannot_be_placed_is_refused_before_ray_is_asked():
         launcher_command("ray", Scale(2, nnodes=2), strategy={}, config="")
 
 
-@pytest.mark.usefixtures("with_ray")
-def test_ray_starts_in_no_launch_of_slurm_but_on_a_cluster_that_its_job_has_started():
-    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1"}
-    assert "SLURM job 7" in refused([], job).what
-    assert ray_command(2, [], has_gpu=False, environ={**job, "RAY_ADDRESS": "head:6379"})
-    assert refused([], {**job, "RAY_ADDRESS": "head:6379", "SLURM_STEP_NUM_TASKS": "2"})
-
-
 @pytest.mark.contract
 def test_a_process_of_torchrun_and_a_single_worker_are_refused(
     write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -94,13 +75,6 @@ def test_a_process_of_torchrun_and_a_single_worker_are_refused(
     assert "another launch, which has set LOCAL_RANK\n" in capsys.readouterr().err
 
 
-def test_missing_ray_is_told_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "find_spec", lambda _: None)
-    with pytest.raises(MachineError, match="package ray is not installed") as caught:
-        ray_command(2, [], has_gpu=False, environ={})
-    assert caught.value.fix == "make install EXTRAS=ray"
-
-
 def test_own_lines_of_a_rank_lose_the_prefix_that_ray_gives_them_and_others_keep_it():
     stream = io.StringIO()
     lines = _Lines(stream)
@@ -112,57 +86,6 @@ def test_own_lines_of_a_rank_lose_the_prefix_that_ray_gives_them_and_others_keep
         lines.write(text)
     lines.write("(PlacementGroupCleaner pid=9) ... State API may be temporarily unavailable. Continuing.\n")
     assert stream.getvalue() == "\x1e[train] step 1\n(C pid=8) placed\n\x1c{}\n"
-
-
-def test_rank_that_was_killed_is_found_in_what_the_driver_lists():
-    text = "Root Cause\nTraining failed due to worker errors:\n[Rank 1 Error Snippet]:\nRankEnded: \n" \
-        "rank      : 1 (local_rank: 1)\nexitcode  : -9 (pid: 4711)\n"  # fmt: skip
-    assert find_death(text.splitlines()) == "rank 1 was killed by SIGKILL"
-
-
-def test_driver_that_gets_no_place_for_its_ranks_tells_it_and_leaves_it_in_the_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    @contextmanager
-    def refuses(_: Namespace) -> Iterator[None]:
-        raise MachineError("no cluster answers", where="RAY_ADDRESS=head:6379", fix="start it")
-        yield
-
-    monkeypatch.setattr(driver, "_cluster", refuses)
-    monkeypatch.setenv(log.FOLLOWED, "1")
-    for stream in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, stream, getattr(sys, stream))
-    (tmp_path / STOP).write_text("10")  # of an earlier launch
-    assert driver.main(["--workers", "2", "-m", "sftplay.tasks.worker", str(tmp_path)]) == 3
-    assert not (tmp_path / STOP).exists()
-    assert f"{log.LINE}RAY_ADDRESS=head:6379: no cluster answers" in capsys.readouterr().out
-    assert (status_of(tmp_path)["state"], status_of(tmp_path)["exit_code"]) == ("failed", 3)
-    assert final_exit_code(RunFolder(tmp_path), 3, received=0, unmarked=[]) == 3
-
-
-def test_ranks_without_their_server_are_stopped_and_then_killed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(generation_server, "CHECKPOINT_S", 0.01)
-    monkeypatch.setattr(generation_server, "POLL_S", 0.01)
-    sent: list[int] = []
-
-    def follow(*, is_stopping: bool) -> FollowedServer:
-        fitting = Future[None]()
-
-        def stop(number: int) -> None:
-            sent.append(number)
-            if number == signal.SIGKILL:
-                fitting.set_result(None)
-
-        server = FollowedServer(lambda: (-9, ""), is_stopping=lambda: is_stopping)
-        server.follow(wait=lambda seconds: bool(wait([fitting], seconds).done), stop=stop)
-        return server
-
-    with pytest.raises(RunError, match="the generation server has ended with -9 while the run trained"):
-        follow(is_stopping=False).check()
-    assert sent == [15, 9]
-    # A stop of the run takes the server too; the stop is then what the run has ended by.
-    follow(is_stopping=True).check()
-    assert sent == [15, 9, 9]
 
 
 def curve(run: Path) -> list[Any]:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from processes import HANG_S, wait_until
 
-from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
+from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.launch import nodes as meeting
 from sftplay.launch.command import Scale
-from sftplay.launch.nodes import Peer, Rendezvous, RendezvousEnded
+from sftplay.launch.nodes import Rendezvous
 from sftplay.machine.ports import free_port
 
 Body = Callable[[Rendezvous], Any]
@@ -60,10 +60,6 @@ def test_every_node_receives_the_messages_of_all_in_the_order_of_nodes():
     assert run_nodes(exchange("zero"), exchange("one"), exchange("two")) == [["zero", "one", "two"]] * 3
 
 
-def test_all_nodes_end_with_the_exit_code_of_node_0():
-    assert run_nodes(lambda rendezvous: rendezvous.end(143), lambda rendezvous: rendezvous.end(0)) == [143, 143]
-
-
 def test_an_error_of_node_0_is_raised_on_all_nodes_with_its_kind_and_remedy():
     def fail(_rendezvous: Rendezvous) -> None:
         raise DataError("no rows", where="a.jsonl", fix="write some")
@@ -85,12 +81,6 @@ def test_a_node_that_does_not_come_is_named_to_those_that_did(monkeypatch: pytes
     for end in run_nodes(exchange("zero"), exchange("two"), nodes=3, ranks=[0, 2], timeout_s=60):
         assert isinstance(end, MachineError)
         assert "node 1 did not come within 60 s" in str(end)
-
-
-def test_a_node_without_a_node_0_says_where_it_looked():
-    (end,) = run_nodes(exchange("one"), nodes=2, ranks=[1], timeout_s=0.5)
-    assert isinstance(end, MachineError)
-    assert "node 0 was not found at 127.0.0.1:" in str(end)
 
 
 def test_the_same_number_for_two_nodes_is_an_error_on_all():
@@ -119,32 +109,6 @@ def test_node_0_sees_the_failures_of_other_nodes_and_a_normal_end_is_none():
     ends = run_nodes(watch, end(0), end(1, "rank 2 was killed by SIGKILL"), exchange("three"))
     assert ends[0] == {2: "rank 2 was killed by SIGKILL", 3: "has gone"}
     assert ends[1:3] == [5, 5]
-
-
-def test_other_nodes_see_that_node_0_has_ended():
-    def body(rendezvous: Rendezvous) -> bool:
-        assert rendezvous.endings() == {}
-        exchange("one")(rendezvous)
-        wait_until(rendezvous.endings)
-        return rendezvous.end(0) == 4
-
-    assert run_nodes(lambda rendezvous: (exchange("zero")(rendezvous), rendezvous.end(4)), body)[1] is True
-
-
-def test_a_node_that_waits_for_messages_gets_the_exit_code_when_node_0_has_ended():
-    def body(rendezvous: Rendezvous) -> int:
-        with pytest.raises(RendezvousEnded) as over:
-            rendezvous.gather({})
-        return over.value.code
-
-    assert run_nodes(lambda rendezvous: rendezvous.end(0), body)[1] == 0
-
-
-def test_a_node_that_leaves_is_named_on_the_others():
-    ends = run_nodes(exchange("zero"), lambda _rendezvous: "left", exchange("two"))
-    assert ends[1] == "left"
-    assert [type(ends[0]), type(ends[2])] == [RunError, RunError]
-    assert all("node 1 has gone" in str(end) for end in (ends[0], ends[2]))
 
 
 def host(nodes: int) -> tuple[threading.Thread, int, list[Any]]:
@@ -182,27 +146,6 @@ def test_strangers_at_the_port_neither_join_nor_hinder():
     assert ends == [["zero", "one"]]
 
 
-def test_a_port_that_is_taken_on_node_0_is_reported():
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(MachineError, match=f"cannot listen on port {port}"):
-            Rendezvous(Scale(1, 2, 0, "127.0.0.1", port)).__enter__()
-
-
-def test_another_program_on_the_port_is_not_taken_for_node_0():
-    with socket.create_server(("127.0.0.1", 0)) as other:
-
-        def talk() -> None:
-            with suppress(OSError):  # at the end of the test
-                while True:
-                    with other.accept()[0] as connection:
-                        connection.sendall(b"220 mail\r\n")
-
-        threading.Thread(target=talk, daemon=True).start()
-        with pytest.raises(MachineError, match=r"no run of this kit|nobody answered|timed out"):
-            Rendezvous(Scale(1, 2, 1, "127.0.0.1", other.getsockname()[1]), timeout_s=0.3).__enter__()
-
-
 def test_a_node_that_is_started_again_before_the_others_come_takes_its_own_place():
     thread, port, ends = host(3)
 
@@ -219,23 +162,6 @@ def test_a_node_that_is_started_again_before_the_others_come_takes_its_own_place
     assert ends == [["zero", "one", "two"]]
     for rendezvous in (again, other):
         rendezvous.__exit__(None, None, None)
-
-
-def test_silent_strangers_do_not_keep_a_node_waiting(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "ANSWER_S", 10 * HANG_S)  # whoever waits for one of them waits for too long
-    thread, port, ends = host(2)
-    silent = [connect(port) for _ in range(3)]
-    with Rendezvous(Scale(1, 2, 1, "127.0.0.1", port), timeout_s=HANG_S) as rendezvous:
-        assert exchange("one")(rendezvous) == ["zero", "one"]
-    thread.join(HANG_S)
-    for each in silent:
-        each.close()
-    assert ends == [["zero", "one"]]
-
-
-@pytest.mark.parametrize("address", ["127.0.0.2", "localhost"])
-def test_nodes_of_one_machine_meet_at_any_of_its_own_addresses(address: str):
-    assert run_nodes(exchange("zero"), exchange("one"), address=address) == [["zero", "one"]] * 2
 
 
 def test_only_a_node_with_the_runs_token_may_join(monkeypatch: pytest.MonkeyPatch):
@@ -266,35 +192,6 @@ def test_a_node_does_not_join_a_run_that_has_another_token():
         threading.Thread(target=welcome_all, daemon=True).start()
         with pytest.raises(MachineError, match="the run at that port has another SFTPLAY_RUN_TOKEN"):
             Rendezvous(Scale(1, 2, 1, "127.0.0.1", other.getsockname()[1]), timeout_s=0.3).__enter__()
-
-
-def test_a_node_that_takes_nothing_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sftplay.launch.nodes.SEND_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = connect(server.getsockname()[1])
-        peer = Peer(server.accept()[0])
-        peer.send({"text": "x" * 2**24})  # more than the buffers of both sides
-        assert peer.has_gone
-        theirs.close()
-        peer.close()
-
-
-def test_a_node_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Peer.read, "__defaults__", (0.2,))
-    done = threading.Event()
-
-    def wait(_rendezvous: Rendezvous) -> None:
-        done.wait(HANG_S)
-
-    def gather(rendezvous: Rendezvous) -> Any:
-        try:
-            return rendezvous.gather({})
-        finally:
-            done.set()
-
-    end = run_nodes(gather, wait)[0]
-    assert isinstance(end, RunError)
-    assert "node 1 has said nothing for 60 minutes" in str(end)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import mark_complete
-from sftplay.launch.command import Launch, Scale
+from sftplay.launch.command import Launch
 from sftplay.launch.follow import final_exit_code
 from sftplay.launch.processes import Death, cause_of_death, find_death
 from sftplay.launch.run_folder import PARENT, RunFolder
@@ -101,44 +100,12 @@ def test_rank_that_was_lost_is_the_one_that_died_even_if_torchrun_noticed_the_ot
     assert cause_of_death(folder) == "rank 1 (pid 4001) died"
 
 
-def test_death_before_the_launch_had_an_attempt_leaves_the_earlier_ones_as_they_were(folder: RunFolder):
-    record_end(folder, 0, "rank 0 was killed by SIGKILL")
-    folder.update_status(exit_code=None, ranks=[])
-    assert final_exit_code(folder, 1, received=0, unmarked=failure_list((1, -11)), attempts_before=1) == 5
-    assert [each["cause"] for each in folder.read_json("status.json")["attempts"]] == ["rank 0 was killed by SIGKILL"]
-    assert cause_of_death(folder) == "rank 1 was killed by SIGSEGV"
-
-
-@pytest.mark.parametrize(("code", "kind"), [(2, "config"), (3, "machine"), (3, "memory"), (4, "data"), (5, "run")])
-def test_an_error_of_our_own_stays_the_runs_error_even_if_a_rank_died(folder: RunFolder, code: int, kind: str):
-    record_end(folder, code, "it said why", error={"code": kind, "what": "it said why"})
-    assert final_exit_code(folder, 1, received=0, unmarked=failure_list((1, -9), (0, code))) == code
-    assert cause_of_death(folder) == ""
-
-
-def test_stop_signal_and_a_finished_run_are_no_deaths(folder: RunFolder):
-    record_end(folder, 143, "SIGTERM", signal="SIGTERM")
-    assert final_exit_code(folder, 1, received=signal.SIGTERM, unmarked=failure_list((1, -9), (0, 143))) == 143
-    assert cause_of_death(folder) == ""
-    folder.update_status(exit_code=0)
-    assert final_exit_code(folder, 1, received=0, unmarked=failure_list((1, -9))) == 0
-    assert cause_of_death(folder) == ""
-
-
 def test_a_rank_lost_after_a_stop_signal_is_no_death_to_restart_from(folder: RunFolder):
     record_end(folder, 5, "rank 1 (pid 7) died", error=Death("rank 1 (pid 7) died").as_json())
     assert final_exit_code(folder, 1, received=signal.SIGTERM, unmarked=failure_list((1, -9), (0, 5))) == 143
     status = folder.read_json("status.json")
     assert (status["state"], status["signal"], status["attempts"][0]["cause"]) == ("stopped", "SIGTERM", "SIGTERM")
     assert cause_of_death(folder) == ""
-
-
-def test_launcher_that_ends_without_a_report_is_a_death_only_when_it_was_killed_or_the_ranks_had_met(folder: RunFolder):
-    for code, ranks, expected in ((-9, [], "killed by SIGKILL"), (1, [{"pid": 1}], "ended with code 1"), (1, [], "")):
-        folder.update_status(exit_code=None, error=None, ranks=ranks)
-        final_exit_code(folder, code, received=0, unmarked=[])
-        assert cause_of_death(folder).startswith(expected), (code, ranks)
-        assert bool(cause_of_death(folder)) is bool(expected)
 
 
 class Deaths:
@@ -184,12 +151,6 @@ def test_a_death_is_followed_by_as_many_restarts_as_the_config_allows(run_with: 
     ]
 
 
-def test_death_ends_the_run_when_no_restart_is_left(run_with: Callable[..., Any]):
-    assert run_with(0, "killed by SIGKILL", 0)[:1] == (5,)
-    code, deaths, _ = run_with(1, "killed by SIGKILL", "killed by SIGKILL", 0)
-    assert (code, deaths.endings) == (5, [0])
-
-
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 129, 130, 138, 143])
 def test_stops_and_errors_that_would_come_again_are_not_restarted(run_with: Callable[..., Any], code: int):
     ended, deaths, _ = run_with(3, code, 0)
@@ -209,12 +170,6 @@ def test_restart_begins_with_the_configured_checkpoint_until_the_run_has_its_own
     assert run_with(1, "killed by SIGKILL", 0, train__resume=configured)[1].resumes == [configured, "auto"]
 
 
-def test_run_of_several_nodes_that_shall_restart_by_itself_is_refused(write_config: Callable[..., Path]):
-    sized = size_run(load_config(write_config(cluster__max_restarts=1)), probe(), world_size=2, vocab_size=400)
-    with pytest.raises(ConfigError, match="2 nodes cannot restart"):
-        launching.build_command(sized.cfg, RunFolder(Path("run")), scale=Scale(1, nnodes=2), machine=probe())
-
-
 @pytest.mark.parametrize("recorded", [None, 4])
 def test_rank_that_loses_another_ends_with_the_reason_of_that_one_or_calls_it_a_death(
     folder: RunFolder, recorded: int | None, monkeypatch: pytest.MonkeyPatch
@@ -229,22 +184,6 @@ def test_rank_that_loses_another_ends_with_the_reason_of_that_one_or_calls_it_a_
     assert gone == f"rank 1 (pid {ended.pid}) died"
     assert worker.end_after_lost_rank(folder, gone) == (recorded or 5)
     assert cause_of_death(folder) == ("" if recorded else gone)
-
-
-def test_rank_of_another_node_is_not_looked_for_on_this_one(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
-    ended = subprocess.Popen([sys.executable, "-c", "pass"])
-    ended.wait()
-    folder.update_status(ranks=[{"pid": ended.pid}, {"pid": os.getpid()}], exit_code=None)
-    for name, value in {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(worker, "is_in_process_group", lambda: True)
-    assert worker.find_lost_rank(folder) == ""
-    # The error of torch's gloo on a rank whose neighbour was killed (torch 2.13).
-    broken = RuntimeError("[pair.cc:537] Read error [10.0.0.7]:10949: Connection reset by peer. This is typically")
-    assert worker.find_lost_node(broken) == "a process on another node died"
-    assert worker.find_lost_node(RuntimeError("shape mismatch")) == ""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert worker.find_lost_node(broken) == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
@@ -372,12 +311,11 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
-@pytest.mark.parametrize("processes_seen", [1, 3])
-def test_launcher_that_is_killed_while_its_launch_begins_leaves_nobody(project: Project, processes_seen: int):
+def test_launcher_that_is_killed_while_its_launch_begins_leaves_nobody(project: Project):
     """A launch starts torchrun, then its ranks one after the other. A rank is tied to its parent a little later."""
-    name = f"begun-{processes_seen}"
+    name = "begun"
     process = project.start("train", name, "--nproc", 2, "cluster.max_restarts=5")
-    wait_for(lambda: len(processes_of(project.folder(name))) >= processes_seen, process, lambda: project.output(name))
+    wait_for(lambda: len(processes_of(project.folder(name))) >= 3, process, lambda: project.output(name))
     process.kill()
     process.wait()
     wait_until(lambda: not processes_of(project.folder(name)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from sftplay import atomic
 from sftplay.atomic import write_text
 from sftplay.config.load import load_config
 from sftplay.config.resolved import RESOLVED
-from sftplay.errors import ConfigError, MachineError
+from sftplay.errors import ConfigError
 from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch import run_folder as folders
 from sftplay.launch.run_folder import RunFolder, find_run, has_begun, new_folder
@@ -105,15 +104,6 @@ def test_a_start_that_was_killed_before_it_wrote_anything_and_a_job_that_waits_h
     assert (folder.path / "slurm.yaml").exists()
 
 
-def test_a_run_without_a_step_that_still_runs_keeps_its_name(config):
-    folder = new_folder(config(run_name="mine"), "x.yaml")
-    with folder.locked():
-        folder.create()
-        folder.resolved.touch()
-        with pytest.raises(ConfigError, match="'mine' is running"):
-            archive_earlier_start(folder)
-
-
 def test_an_exit_code_written_while_the_main_rank_notes_its_step_is_not_lost(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     folder.update_status(state="running", step=1)
@@ -142,88 +132,6 @@ def test_status_is_written_where_the_file_system_has_no_locks_or_a_holder_stands
     assert folder.read_json("status.json") == {"step": 1, "exit_code": 0}
 
 
-def test_an_attempt_is_closed_once_with_the_step_it_reached(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.update_status(step=7, attempts=[{"from_step": 0, "to_step": None, "cause": None}])
-    folder.close_attempt("SIGTERM")
-    folder.close_attempt("something later")
-    assert folder.read_json("status.json")["attempts"] == [{"from_step": 0, "to_step": 7, "cause": "SIGTERM"}]
-
-
-def test_a_name_another_run_took_in_the_meantime_is_refused_under_the_lock(config):
-    cfg = config(run_name="mine")
-    folder = new_folder(cfg, "x.yaml")
-    make_run(cfg, "mine")  # between looking and locking, by a run that has ended already
-    with folder.locked(), pytest.raises(ConfigError, match="a run called 'mine' exists"):
-        folder.create()
-
-
-def test_latest_points_at_the_run_made_last(tmp_path):
-    for name in ("one", "two"):
-        RunFolder(tmp_path / name).create()
-        RunFolder(tmp_path / name).become_latest()
-        assert (tmp_path / "latest").resolve() == tmp_path / name
-    assert str((tmp_path / "latest").readlink()) == "two"  # relative, so that outputs/ can be moved
-
-
-def test_a_name_without_a_run_is_free_and_one_with_a_run_is_refused(config):
-    cfg = config(run_name="mine")
-    (Path(cfg.output_dir) / "mine").mkdir(parents=True)  # left by an attempt that got nowhere
-    assert new_folder(cfg, "x.yaml").name == "mine"
-    make_run(cfg, "mine")
-    with pytest.raises(ConfigError, match="a run called 'mine' exists") as caught:
-        new_folder(cfg, "x.yaml")
-    assert "make resume" in caught.value.fix
-
-
-def claim(cfg, barrier, names):
-    barrier.wait()
-    names.put(new_folder(cfg, "x.yaml").name)
-
-
-def test_runs_started_at_the_same_moment_get_different_folders(config, monkeypatch):
-    monkeypatch.setattr(folders.time, "strftime", lambda form: "20260102-030405")
-    fork = multiprocessing.get_context("fork")
-    barrier, names = fork.Barrier(4), fork.Queue()
-    processes = [fork.Process(target=claim, args=(config(), barrier, names)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    assert len({names.get(timeout=HANG_S) for _ in processes}) == 4
-    for process in processes:
-        process.join()
-
-
-def test_a_folder_below_a_file_cannot_be_written(tmp_path, config):
-    (tmp_path / "outputs").write_text("")
-    with pytest.raises(MachineError, match="cannot be written"):
-        new_folder(config(), "x.yaml")
-    with pytest.raises(MachineError, match="cannot be written"), RunFolder(tmp_path / "outputs" / "run").locked():
-        pass
-
-
-def test_the_run_of_a_config_is_its_newest(config):
-    cfg = config()
-    make_run(cfg, "run-20260101-000000", age_s=1)
-    newest = make_run(cfg, "run-20260101-000000-2")
-    make_run(cfg, "other-20260101-000000", age_s=-5)
-    assert find_run(cfg, "configs/run.yaml").path == newest
-
-
-def test_the_runs_of_another_config_with_a_longer_name_are_not_taken(config):
-    cfg = config()
-    own = make_run(cfg, "run-20260101-000000", age_s=9)
-    make_run(cfg, "run-long-20260102-000000")
-    make_run(cfg, "run-20260102-000000.bak")
-    assert find_run(cfg, "run.yaml").path == own
-
-
-def test_a_stem_with_pattern_characters_is_taken_literally(config):
-    cfg = config()
-    own = make_run(cfg, "run[1]-20260101-000000")
-    make_run(cfg, "run1-20260102-000000")
-    assert find_run(cfg, "run[1].yaml").path == own
-
-
 def test_a_fixed_name_is_the_run_unless_another_run_is_named(config):
     cfg = config(run_name="fixed")
     fixed, other = make_run(cfg, "fixed"), make_run(cfg, "other")
@@ -238,14 +146,6 @@ def test_a_run_that_does_not_exist_is_refused(config, run):
         assert not has_begun(cfg, "x.yaml")
         with pytest.raises(ConfigError, match="no run"):
             find_run(cfg, "x.yaml", run=run)
-
-
-def test_a_folder_without_a_resolved_config_is_no_run(config):
-    cfg = config()
-    (Path(cfg.output_dir) / "x-20260101-000000").mkdir(parents=True)
-    assert not has_begun(cfg, "x.yaml")
-    make_run(cfg, "x-20260101-000001")
-    assert has_begun(cfg, "x.yaml")
 
 
 HOLD = """

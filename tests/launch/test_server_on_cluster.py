@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +15,7 @@ from grpo_run import grpo_inputs, grpo_options
 from processes import wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster, why_not
 from small_run import write_small_run
-from test_slurm_cluster import HOOK, SCRIPT, Project
+from test_slurm_cluster import HOOK, Project
 from transformers import AutoModelForCausalLM
 from vllm_stand_in import write_vllm
 
@@ -100,46 +98,6 @@ def test_run_with_its_server_on_another_node_comes_back_with_it(project: Project
     for _, weight in AutoModelForCausalLM.from_pretrained(tiny_llama, dtype="float32").named_parameters():
         digest.update(weight.detach().numpy().tobytes())
     assert sent[0] == digest.hexdigest()
-
-
-def test_server_ends_with_a_trainer_that_fails(project: Project):
-    job = project.submit("seven", TRAINER_ENDS_WITH="7")
-    project.until(job, "FAILED")
-    assert project.cluster.field(job, "ExitCode") == "7:0"
-    assert "ready at" in lines_of_server(project, "seven", job)
-    wait_until(lambda: not project.cluster.processes_of(job), 30)
-
-
-def test_sbatch_of_the_shipped_file_takes_a_second_part_for_the_server(project: Project):
-    job = project.sbatch(
-        "--gres=gpu:volta:2", ":", "--gres=gpu:volta:1", str(SCRIPT), "run.yaml", TRAINER_ENDS_WITH="7"
-    )
-    project.until(job, "FAILED", "COMPLETED")
-    assert project.cluster.field(job, "ExitCode") == "7:0", project.said(job)
-    assert "GPUs 0,1 2" in project.said(job)
-    assert "ready at" in lines_of_server(project, f"run-job{job}", job)
-    wait_until(lambda: not project.cluster.processes_of(job), 30)
-
-
-@pytest.mark.parametrize("how", ["server dies", "scancel", "make cancel"])
-def test_trainer_and_server_end_together(project: Project, how: str):
-    name = how.replace(" ", "-")
-    waits = project.root / name
-    job = project.submit(name, TRAINER_WAITS=str(waits))
-    wait_until(lambda: waits.exists() or project.look(job) == "FAILED")
-    (server,) = server_pids(project, job)
-    if how == "server dies":
-        os.kill(server, signal.SIGKILL)
-    elif how == "scancel":
-        project.cluster.call("scancel", str(job))
-    else:
-        assert project.make("cancel", f"RUN={name}").returncode == 0
-    project.until(job, "FAILED", "CANCELLED")
-    code = {"server dies": 5, "scancel": 143, "make cancel": 143}[how]
-    wait_until(lambda: bool(project.lives(job)))
-    assert project.lives(job)[0]["exit_code"] == code, project.said(job)
-    assert project.cluster.state(job) == ("FAILED" if how != "scancel" else "CANCELLED")
-    wait_until(lambda: not project.cluster.processes_of(job), 30)
 
 
 @pytest.mark.long

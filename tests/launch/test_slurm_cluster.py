@@ -189,22 +189,6 @@ def test_two_nodes_that_are_told_of_their_end_come_back_and_end_as_an_undisturbe
     assert "trained to step 6" in project.folder("nodes").path.joinpath(f"slurm-{job}/training_output.log").read_text()
 
 
-def test_trainers_exit_code_is_the_jobs_and_its_gpus_are_those_asked_for(project: Project):
-    job = project.submit("seven", "GRES=gpu:volta:2", TRAINER_ENDS_WITH="7")
-    refused = project.make("submit", "GRES=gpu:a100:1", "ARGS=run_name=other")
-    too_many = project.make("submit", "GRES=gpu:volta:3", "NPROC=2", "ARGS=run_name=other")
-    for done in (refused, too_many):
-        assert done.returncode == 2  # make's own code for every failure
-        assert "Requested node configuration is not available" in done.stderr
-    assert not project.folder("other").path.exists()
-    project.until(job, "FAILED")
-    assert project.cluster.field(job, "ExitCode") == "7:0"
-    assert "GPUs 0,1 2" in project.said(job)
-    assert project.summary(job)["exit code"] == "7"
-    assert f"job {job} FAILED" in project.make("status", "RUN=seven").stdout
-    assert "GPUs 0,1 2" in project.make("logs", "RUN=seven").stdout
-
-
 def test_cancel_saves_a_checkpoint_and_leaves_no_process(project: Project):
     job = project.submit("long", args="train.max_steps=100000")
     waiting = project.submit("waiting", "SBATCH=--hold")
@@ -248,31 +232,6 @@ def test_sbatch_of_the_shipped_file_trains_with_the_values_that_were_typed(proje
     assert "max_steps: 3 " in resolved
     assert "learning_rate: 0.0001 " in resolved
     assert len(project.status(name)["ranks"]) == 2
-
-
-RECOMMENDED = {
-    "fast": ["max_steps=4", "evaluation.eval_interval_steps=2", "per_device_train_batch_size=2"],
-    "production": ["max_steps=4", "evaluation.eval_interval_steps=4", "learning_rate=0.00005"],
-    "memory": [
-        "max_steps=2",
-        "per_device_train_batch_size=1",
-        "gradient_accumulation_steps=4",
-        "gradient_checkpointing=true",
-    ],
-}
-"""The three recommended commands of the guide on distributed GRPO, with fewer steps."""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("use", RECOMMENDED)
-def test_recommended_commands_of_the_guide_run_on_the_builtin_model(project: Project, builtin_tiny: Path, use: str):
-    words = [word if "." in word.split("=")[0] else f"training_args.{word}" for word in RECOMMENDED[use]]
-    given = [f"--{word}" for word in words]
-    given += ["model.name=builtin:tiny", "train.batch_size=auto", "data.split=0.2", f"run_name={use}"]
-    given.sort(key=lambda word: word != "train.batch_size=auto")  # the guide's own value comes later and counts
-    job = project.sbatch("--gres=gpu:volta:2", str(SCRIPT), "run.yaml", *given, SFTPLAY_CACHE=str(ROOT / ".cache"))
-    project.until(job, "COMPLETED", "FAILED")
-    assert project.cluster.state(job) == "COMPLETED", project.said(job)
 
 
 @pytest.mark.contract
@@ -321,17 +280,6 @@ def expect_return_inside_a_drawing(project: Project, config: Path) -> None:
         line["reward"] for line in project.metrics("rewards-alone")
     ]
     assert weights(project, "rewards") == expected
-
-
-@pytest.mark.long
-def test_real_time_limit_is_survived(project: Project):
-    """SLURM counts minutes and looks every 30 s, so this takes two of them."""
-    job = project.submit("limit", "TIME=1", args="train.max_steps=400 train.save_steps=1000")
-    wait_until(lambda: len(project.lives(job)) == 1, 150)
-    assert project.lives(job)[0]["signals"] == ["SIGUSR1"], project.said(job)
-    wait_until(lambda: project.step("limit") > project.lives(job)[0]["to_step"], 120)
-    project.make("cancel", "RUN=limit")
-    assert [line["step"] for line in project.metrics("limit")] == [*range(1, project.step("limit") + 1)]
 
 
 @pytest.mark.long
@@ -397,3 +345,39 @@ def test_twenty_requeues_at_random_moments_lose_and_double_no_step(project: Proj
     assert int(project.cluster.field(job, "Restarts")) == 20
     assert [line["step"] for line in project.metrics(name)] == [*range(1, steps + 1)]
     assert weights(project, name) == expected
+
+
+RECOMMENDED = {
+    "fast": ["max_steps=4", "evaluation.eval_interval_steps=2", "per_device_train_batch_size=2"],
+    "production": ["max_steps=4", "evaluation.eval_interval_steps=4", "learning_rate=0.00005"],
+    "memory": [
+        "max_steps=2",
+        "per_device_train_batch_size=1",
+        "gradient_accumulation_steps=4",
+        "gradient_checkpointing=true",
+    ],
+}
+"""The three recommended commands of the guide on distributed GRPO, with fewer steps."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("use", RECOMMENDED)
+def test_recommended_commands_of_the_guide_run_on_the_builtin_model(project: Project, builtin_tiny: Path, use: str):
+    words = [word if "." in word.split("=")[0] else f"training_args.{word}" for word in RECOMMENDED[use]]
+    given = [f"--{word}" for word in words]
+    given += ["model.name=builtin:tiny", "train.batch_size=auto", "data.split=0.2", f"run_name={use}"]
+    given.sort(key=lambda word: word != "train.batch_size=auto")  # the guide's own value comes later and counts
+    job = project.sbatch("--gres=gpu:volta:2", str(SCRIPT), "run.yaml", *given, SFTPLAY_CACHE=str(ROOT / ".cache"))
+    project.until(job, "COMPLETED", "FAILED")
+    assert project.cluster.state(job) == "COMPLETED", project.said(job)
+
+
+@pytest.mark.long
+def test_real_time_limit_is_survived(project: Project):
+    """SLURM counts minutes and looks every 30 s, so this takes two of them."""
+    job = project.submit("limit", "TIME=1", args="train.max_steps=400 train.save_steps=1000")
+    wait_until(lambda: len(project.lives(job)) == 1, 150)
+    assert project.lives(job)[0]["signals"] == ["SIGUSR1"], project.said(job)
+    wait_until(lambda: project.step("limit") > project.lives(job)[0]["to_step"], 120)
+    project.make("cancel", "RUN=limit")
+    assert [line["step"] for line in project.metrics("limit")] == [*range(1, project.step("limit") + 1)]

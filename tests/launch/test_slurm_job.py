@@ -5,34 +5,26 @@ Where SLURM is asked, programs of these names on PATH stand in for it. The train
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-import termios
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from processes import HANG_S, is_alive, wait_until
+from processes import HANG_S, wait_until
 from slurm_life import Life
 
 from sftplay import signals
 from sftplay.cli import main
-from sftplay.config.keys import all_keys
 from sftplay.config.load import load_config
-from sftplay.config.resolved import dump_given
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.slurm import job
-from sftplay.launch.slurm.job import Allocation, others_command, trainer_command
-from sftplay.launch.slurm.request import ALIASES, JobRequest, gpus_in, in_our_names, job_file, limit_seconds
-from sftplay.launch.slurm.scheduler import JobFolder, newest_job, write_summary
-from sftplay.machine.ports import JOB_PORTS, QUIET
-from sftplay.runs.start import archive_earlier_start
+from sftplay.launch.slurm.job import Allocation, JobFolder, newest_job, others_command, trainer_command, write_summary
+from sftplay.launch.slurm.request import JobRequest, gpus_in, in_our_names, job_file, limit_seconds
 from sftplay.signals import Echoes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,11 +88,6 @@ def test_gpus_and_time_are_read_as_sbatch_reads_them():
         limit_seconds("3h")
 
 
-@pytest.mark.parametrize(("time_limit", "notice"), [("", 300), ("12:00:00", 300), ("10", 120), ("1", 12)])
-def test_notice_takes_no_more_than_a_fifth_of_a_short_job(time_limit: str, notice: int):
-    assert f"#SBATCH --signal=B:USR1@{notice}" in lines_of(JobRequest(time=time_limit))
-
-
 @pytest.mark.parametrize(
     ("request_", "what"),
     [
@@ -118,10 +105,6 @@ def test_request_that_cannot_be_meant_is_refused(request_: JobRequest, what: str
         request_.check()
 
 
-def test_names_of_the_guide_lead_to_keys_that_exist():
-    assert set(ALIASES.values()) <= set(all_keys())
-
-
 def test_names_of_other_kits_become_ours_and_together_decide_the_effective_batch():
     typed = ["--training_args.max_steps=50", "seed=3", "--evaluation.eval_interval_steps=10"]
     assert in_our_names(typed, world_size=2) == (["train.max_steps=50", "seed=3", "train.eval_steps=10"], [])
@@ -135,16 +118,6 @@ def test_names_of_other_kits_become_ours_and_together_decide_the_effective_batch
     with pytest.raises(ConfigError, match=r"no 'training_args.max_step'") as caught:
         in_our_names(["--training_args.max_step=5"], world_size=1)
     assert caught.value.fix == "did you mean training_args.max_steps?"
-
-
-def test_config_of_a_job_is_the_config_that_was_submitted(write_config: Callable[..., Path]):
-    path = write_config(train__extra={"adam_epsilon": 1e-6}, tuning__lora__target_modules=["q_proj"])
-    cfg = load_config(path, ["train.learning_rate=3e-4"])
-    copy = path.with_name("copy.yaml")
-    copy.write_text(dump_given(cfg))
-    assert load_config(copy).with_origins({}) == cfg.with_origins({})
-    assert "learning_rate: 0.0003  # command line" in copy.read_text()
-    assert "cluster" not in copy.read_text()
 
 
 def submit(config: Path, *words: str) -> int:
@@ -177,19 +150,6 @@ def test_submitted_run_has_its_job_and_shows_it(
     assert "the run 'run' has the job 17, which is PENDING" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["logs", "cancel", "status"])
-def test_run_without_a_job_is_named_as_such(
-    verb: str, write_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    config = write_config()
-    assert main([verb, "--config", str(config), "--run", "nobody"]) == 2
-    assert "no run 'nobody' with a job" in capsys.readouterr().err
-    RunFolder(tmp_path / "outputs" / "run").create()
-    RunFolder(tmp_path / "outputs" / "run").update_status(state="done")
-    assert main([verb, "--config", str(config), "--run", "run"]) == 2
-    assert "the run 'run' was not submitted" in capsys.readouterr().err
-
-
 def test_run_that_has_begun_goes_on_in_a_new_job_where_that_is_asked_for(
     write_config: Callable[..., Path], slurm: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -205,14 +165,6 @@ def test_run_that_has_begun_goes_on_in_a_new_job_where_that_is_asked_for(
     assert newest_job(folder.path) == JobFolder(folder.path, 18)
     assert main(["status", "--config", str(config), "--run", "run"]) == 0
     assert "run: job 18 has left the queue, run stopped at step 3" in capsys.readouterr().out
-
-
-def test_dry_run_prints_the_job_file_and_leaves_nothing(
-    write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
-    assert submit(write_config(), "--dry-run", "--gres=gpu:volta:2") == 0
-    assert capsys.readouterr().out.startswith("#!/usr/bin/env bash\n")
-    assert not (tmp_path / "outputs").exists()
 
 
 BEFORE_THE_QUEUE = [
@@ -251,28 +203,6 @@ def test_refusal_of_sbatch_is_told_in_its_own_words_and_leaves_nothing(
     assert submit(write_config(), "--gres=gpu:a100:1") == 3
     assert said in capsys.readouterr().err
     assert not (tmp_path / "outputs" / "run").exists()
-
-
-def test_without_slurm_a_submission_ends_with_3(
-    write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert submit(write_config()) == 3
-    assert "sbatch is not on this machine" in capsys.readouterr().err
-
-
-def test_files_of_a_job_stay_when_a_start_without_a_step_is_set_aside(tmp_path: Path):
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    folder.resolved.write_text("")
-    job = JobFolder(folder.path, 7)
-    job.path.mkdir()
-    with job.log.open("a") as log:
-        archive_earlier_start(folder)
-        log.write("a line of the job")
-    assert job.log.read_text() == "a line of the job"
-    assert not folder.resolved.exists()
-    assert list((tmp_path / ".set-aside").glob("run-*/config.resolved.yaml"))
 
 
 def test_job_ends_with_the_trainers_code_and_leaves_its_summary(life: Life, slurm: Callable[..., Path]):
@@ -318,10 +248,6 @@ def test_summary_of_a_run_that_has_failed_has_all_that_is_known_of_it(tmp_path: 
     assert {name: facts.get(name) for name in expected} == expected
     assert {"nodes", "GPUs", "versions"} <= facts.keys()
     assert summary.endswith("the last lines of training_output.log:\nout of ideas\n")
-
-
-def test_trainer_that_is_killed_gives_the_code_of_its_signal(life: Life, slurm: Callable[..., Path]):
-    assert life.end(killed=True, code=0) == 137
 
 
 def test_notice_of_the_end_stops_the_trainer_and_queues_the_job_again(life: Life, slurm: Callable[..., Path]):
@@ -372,12 +298,6 @@ def test_job_that_makes_no_step_in_three_lives_is_not_queued_again(life: Life, s
     assert "no step was made in 3 attempts" in life.job.note
 
 
-def test_process_that_the_trainer_has_left_ends_with_the_job(life: Life, slurm: Callable[..., Path]):
-    assert life.end(code=0, child=True) == 0
-    left = int((life.run / "child").read_text())
-    wait_until(lambda: not is_alive(left))
-
-
 def test_the_first_node_trains_in_the_job_itself_and_srun_starts_the_others(tmp_path: Path):
     environment = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_PER_TASK": "8"}
     allocation = Allocation.of({**environment, "MASTER_ADDR": "head", "MASTER_PORT": "4000"})
@@ -412,60 +332,3 @@ def test_stop_that_slurm_sends_to_every_process_counts_once(monkeypatch: pytest.
     assert [inside.is_echo() for _ in "abc"] == [False, True, True]
     now[0] += 11
     assert not inside.is_echo()
-
-
-def test_a_signal_inside_a_line_of_the_job_does_not_end_the_job():
-    script = """
-import signal
-from types import SimpleNamespace
-from sftplay.launch.slurm import job
-forwarder = job.new_forwarder()
-forwarder.attach(SimpleNamespace(send_signal=lambda number: None))
-signal.signal(signal.SIGUSR1, forwarder.on_signal)
-for _ in range(200):
-    job.say("x" * 1000)
-"""
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
-    assert process.stdout is not None
-    handle, held = process.stdout.fileno(), bytearray(4)
-
-    def is_full() -> bool:  # the process is inside a line, and waits for a reader
-        fcntl.ioctl(handle, termios.FIONREAD, held)
-        return int.from_bytes(held, sys.byteorder) > 60_000
-
-    wait_until(is_full)
-    process.send_signal(signal.SIGUSR1)
-    output = process.stdout.read().decode()
-    process.stdout.close()
-    assert process.wait(HANG_S) == 0
-    assert "[job] SIGUSR1: the run stops with a checkpoint\n" in output
-    assert output.count("x" * 1000) == 200
-
-
-def test_the_shipped_job_file_and_a_written_one_meet_at_the_same_port(tmp_path: Path):
-    environment = {"SLURM_JOB_ID": "47654", "SLURM_JOB_NUM_NODES": "2"}
-    assert Allocation.of(environment).master_port == 17_654
-    shipped_file = (ROOT / "workflows" / "slurm" / "train.sbatch").read_text()
-    assert "MASTER_PORT" not in shipped_file  # the number stands in one place
-    text = job_file(JobRequest(nodes=2, nproc=1), tmp_path, chdir=tmp_path, python="python")
-    assert f"$(({JOB_PORTS.start} + SLURM_JOB_ID % {len(JOB_PORTS)}))" in text
-    assert QUIET.start == JOB_PORTS.stop
-
-
-def test_the_nodes_of_a_job_get_a_token_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    given = []
-
-    class Done:
-        def wait(self, *_: float) -> int:
-            return 0
-
-        send_signal = terminate = kill = wait
-
-    monkeypatch.setattr(job, "popen_tied", lambda argv, *, output, env: given.append(env) or Done())
-    folder = job.JobFolder(tmp_path, 7)
-    folder.path.mkdir()
-    for _ in range(2):
-        job._train(folder, ["own"], others=["srun"], forwarder=job.new_forwarder(), wait=Done.wait)
-    tokens = [env["SFTPLAY_RUN_TOKEN"] for env in given]
-    assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
-    assert len(tokens[0]) == 32

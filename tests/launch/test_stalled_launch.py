@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from processes import HANG_S, is_alive, wait_until
+from processes import HANG_S
 
-from sftplay.heartbeat import read_heartbeats
 from sftplay.launch import processes
 from sftplay.launch import processes as stacks
 from sftplay.launch.command import Launch
 from sftplay.launch.follow import follow
-from sftplay.launch.processes import end_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = str(Path(__file__).with_name("heartbeat_rank.py"))
@@ -66,37 +61,6 @@ def has_argument(path, settings):
         return False
 
 
-FOLLOW = """
-import sys
-from pathlib import Path
-from sftplay.launch.command import Launch
-from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.follow import follow
-sys.exit(follow(Launch(tuple(sys.argv[2:]), {}), RunFolder(Path(sys.argv[1]))))
-"""
-
-
-def test_a_second_stop_signal_ends_a_run_that_stands_still_and_is_given_time(folder, monkeypatch):
-    monkeypatch.delenv("MAKELEVEL", raising=False)  # the suite may have been started by make
-    folder.resolved.write_text(CONFIG.replace("1}", "600}"))
-    settings = json.dumps({"logs": str(folder.logs), "place": "notes_signals"})
-    argv = [sys.executable, "-c", FOLLOW, str(folder.path), sys.executable, RANK, settings]
-    follower = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    try:
-        wait_until((folder.logs / "ready").exists)
-        follower.send_signal(signal.SIGTERM)
-        wait_until((folder.logs / "noted").exists)
-        assert follower.poll() is None
-        follower.send_signal(signal.SIGTERM)
-        assert follower.wait(HANG_S) == 143
-    finally:
-        follower.kill()
-        follower.wait()
-    status = folder.read_json("status.json")
-    assert (status["state"], status["signal"]) == ("stopped", "SIGTERM")
-    assert not is_alive(read_heartbeats(folder.logs)[0].pid)
-
-
 def test_a_rank_that_stalls_after_a_recorded_end_does_not_change_it(folder, capfd):
     folder.resolved.write_text(CONFIG)
     folder.update_status(state="failed", exit_code=4)
@@ -104,10 +68,3 @@ def test_a_rank_that_stalls_after_a_recorded_end_does_not_change_it(folder, capf
     assert follow(Launch((sys.executable, RANK, settings), {"PYTHONPATH": str(ROOT)}), folder) == 4
     assert folder.read_json("status.json")["exit_code"] == 4
     assert "rank 0 has been in data" in capfd.readouterr().out
-
-
-def test_the_end_of_a_launch_takes_a_stopped_process_too():
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    process.send_signal(signal.SIGSTOP)
-    assert end_launch(process.pid) == []
-    assert process.wait(HANG_S) == -signal.SIGKILL

@@ -16,7 +16,6 @@ from processes import HANG_S
 from project import open_project
 
 from sftplay.launch.checkpoints import newest_complete
-from sftplay.launch.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S, SAVE_STEPS = 8, 2
@@ -78,50 +77,14 @@ SLEEPS = {
         "0", "transformers.models.llama.modeling_llama", "LlamaForCausalLM.forward", 7,
         r"rank 0 has been in forward for \d+ s at step 3; rank 1 waits for it \(communication\)",
     ),
-    "save": Sleep(
-        "0", "safetensors.torch", "save_file", 2,
-        r"rank 0 has been in save for \d+ s at step 4; rank 1 waits for it \(\w+\)",
-    ),
-    "alone": Sleep(
-        "alone", "torch.optim", "AdamW.step", 3,
-        r"rank 0 has been in optimizer for \d+ s at step 3",
-    ),
 }  # fmt: skip
 
 
-@dataclass
-class Ended:
-    """A run that has ended, and its files."""
-
-    code: int
-    output: str
-    folder: RunFolder
-    mark: str
-
-    def processes(self):
-        """The command lines of its processes that are still alive."""
-        return [
-            _read(path.with_name("cmdline"))
-            for path in Path("/proc").glob("[0-9]*/environ")
-            if self.mark.encode() in _read(path)
-        ]
-
-
-def _read(path):
+def read(path):
     try:
         return path.read_bytes()
     except OSError:
         return b""
-
-
-def start(project, name, sleep):
-    env = {"MARK": mark_of(project, name), "SLEEP": json.dumps(vars(sleep))}
-    env["PYTHONPATH"] = f"{project.hook}{os.pathsep}{ROOT}"
-    return project.start("train", name, "--nproc", 1 if name == "alone" else 2, **env)
-
-
-def mark_of(project, name):
-    return f"{project.root}/{name}:"
 
 
 @pytest.fixture(scope="module")
@@ -135,37 +98,34 @@ def project(tmp_path_factory, inputs):
 
 @pytest.fixture(scope="module")
 def ended(project):
-    """Name -> the run in which a rank fell asleep there."""
-    running = {name: start(project, name, sleep) for name, sleep in SLEEPS.items()}
-    codes = {name: process.wait(HANG_S) for name, process in running.items()}
-    return {
-        name: Ended(code, project.output(name), project.folder(name), mark_of(project, name))
-        for name, code in codes.items()
-    }
+    """Name -> the exit code of the run in which a rank fell asleep there."""
+    running = {}
+    for name, sleep in SLEEPS.items():
+        env = {"MARK": f"{project.root}/{name}:", "SLEEP": json.dumps(vars(sleep))}
+        env["PYTHONPATH"] = f"{project.hook}{os.pathsep}{ROOT}"
+        running[name] = project.start("train", name, "--nproc", 2, **env)
+    return {name: process.wait(HANG_S) for name, process in running.items()}
 
 
 @pytest.mark.parametrize("name", SLEEPS)
-def test_a_run_with_a_rank_asleep_ends_with_5_and_names_rank_phase_and_code(ended, name):
-    run, sleep = ended[name], SLEEPS[name]
-    assert run.code == 5, run.output
-    match = re.search(rf"^{re.escape(str(run.folder.path))}: ({sleep.output})\n  fix: look at ", run.output, re.M)
-    assert match, run.output
-    assert " in nobody_knows_why\n" in run.output
-    assert "Traceback" not in run.output
-    status = run.folder.read_json("status.json")
+def test_a_run_with_a_rank_asleep_ends_with_5_names_rank_phase_and_code_and_leaves_its_checkpoint(project, ended, name):
+    folder, output, sleep = project.folder(name), project.output(name), SLEEPS[name]
+    assert ended[name] == 5, output
+    match = re.search(rf"^{re.escape(str(folder.path))}: ({sleep.output})\n  fix: look at ", output, re.M)
+    assert match, output
+    assert " in nobody_knows_why\n" in output
+    assert "Traceback" not in output
+    status = folder.read_json("status.json")
     assert (status["state"], status["exit_code"], status["error"]["what"]) == ("failed", 5, match[1])
     assert [attempt["cause"] for attempt in status["attempts"]] == [match[1]]
-
-
-@pytest.mark.parametrize("name", SLEEPS)
-def test_it_leaves_the_stacks_of_all_ranks_and_its_last_checkpoint_and_no_process(ended, name):
-    logs, asleep = ended[name].folder.logs, SLEEPS[name].rank.replace("alone", "0")
+    logs, asleep = folder.logs, sleep.rank
     files = {path.name: path.read_text() for path in logs.glob("*.stacks")}
-    assert set(files) == {f"rank{rank}.stacks" for rank in range(1 if name == "alone" else 2)}
+    assert set(files) == {"rank0.stacks", "rank1.stacks"}
     for file, text in files.items():
         assert "Current thread" in text
         assert ("in nobody_knows_why" in text) == (file == f"rank{asleep}.stacks")
-    assert ended[name].processes() == []
-    checkpoint, _ = newest_complete(ended[name].folder.checkpoints)
+    mark = f"{project.root}/{name}:".encode()
+    assert [path for path in Path("/proc").glob("[0-9]*/environ") if mark in read(path)] == []
+    checkpoint, _ = newest_complete(folder.checkpoints)
     assert checkpoint is not None
     assert checkpoint.name == f"checkpoint-{SAVE_STEPS}"

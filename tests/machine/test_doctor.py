@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +17,6 @@ from packaging.specifiers import SpecifierSet
 from processes import HANG_S
 
 from sftplay.machine import doctor
-from sftplay.machine import probe as torch_build
 from sftplay.machine.doctor import (
     RANGES,
     RunNeeds,
@@ -28,11 +25,9 @@ from sftplay.machine.doctor import (
     check_libraries,
     check_torch,
     diagnose,
-    find_token,
-    is_cached,
     is_within,
 )
-from sftplay.machine.probe import Machine, TorchBuild, find_archs, find_torch, probe
+from sftplay.machine.probe import Machine, TorchBuild, probe
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -105,13 +100,6 @@ def test_torch_must_be_built_for_the_card_and_the_driver_for_its_cuda(machine_of
     assert {name: actual.get(name) for name in expected} == expected
 
 
-def test_a_card_without_a_working_driver_stops_and_a_plain_cpu_does_not():
-    assert levels(check_gpus(PLAIN)) == {"gpu": "ok"}
-    assert levels(check_gpus(replace(PLAIN, gpu_reason="CUDA_VISIBLE_DEVICES hides every GPU"))) == {"gpu": "warn"}
-    note = "an NVIDIA GPU is at 0000:04:00.0, but its driver does not answer here"
-    assert levels(check_gpus(replace(PLAIN, notes=(note,)))) == {"gpu": "stop"}
-
-
 def test_the_ranges_of_libraries_are_those_of_pyproject():
     lines = re.findall(r'^    "([a-z]+)((?:[<>!]=?)[^;"]+)', (ROOT / "pyproject.toml").read_text(), re.M)
     assert {name: bounds for name, bounds in lines if name in RANGES} == RANGES
@@ -168,32 +156,6 @@ def test_the_gpus_torch_sees_are_compared_with_those_the_driver_shows(machine_of
     assert finding.level == level
 
 
-def test_the_build_read_from_files_is_the_one_torch_reports():
-    import torch
-
-    build = find_torch(with_archs=True)
-    assert (build.version, build.cuda, build.hip) == (torch.__version__, torch.version.cuda, torch.version.hip)
-    assert list(build.archs) == torch.cuda.get_arch_list()
-
-
-def test_the_list_of_architectures_is_found_among_other_strings(tmp_path):
-    library = tmp_path / "lib.so"
-    library.write_bytes(b"\x7fELF\x00sm_scale\x00 sm_70 \x00sm_75 sm_80 sm_90a compute_90\x00sm_1\x00")
-    assert find_archs(library) == ("sm_75", "sm_80", "sm_90a", "compute_90")
-    library.write_bytes(b"nothing of the kind\x00sm_75 and more\x00")
-    assert find_archs(library) == ()
-    assert find_archs(tmp_path / "absent.so") == ()
-
-
-def test_torch_is_asked_in_a_process_of_its_own(monkeypatch):
-    question = "import sys; print('noise'); print('ANSWER' + '{\"devices\": 0}')"
-    monkeypatch.setattr(torch_build, "ANSWER_S", HANG_S)
-    monkeypatch.setattr(torch_build, "_QUESTION", question)
-    assert torch_build.ask_torch() == {"devices": 0}
-    monkeypatch.setattr(torch_build, "_QUESTION", "raise ImportError('libcudart.so is missing')")
-    assert torch_build.ask_torch() == {"error": "ImportError: libcudart.so is missing"}
-
-
 def test_room_for_the_kept_checkpoints_and_the_one_being_written_is_needed(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 10 * GIB})
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
@@ -205,31 +167,6 @@ def test_room_for_the_kept_checkpoints_and_the_one_being_written_is_needed(tmp_p
     assert check(tmp_path, None, kept=2)[0].level == "warn"
     usage.free = GIB // 2
     assert check(tmp_path, None, kept=2)[0].level == "stop"
-
-
-def test_a_taken_rendezvous_port_is_a_warning(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        monkeypatch.setattr(doctor, "RENDEZVOUS_PORT", taken.getsockname()[1])
-        assert levels(doctor.check_ports()) == {"ports": "warn"}
-    with socket.socket() as bound:  # so that nobody else gets it; without listening it is no program's
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(doctor, "RENDEZVOUS_PORT", bound.getsockname()[1])
-        assert levels(doctor.check_ports()) == {"ports": "ok"}
-
-
-def test_little_shared_memory_few_files_and_little_ram_are_warnings(tmp_path, monkeypatch, machine_of):
-    usage = type("Usage", (), {"free": 64 * 2**20})
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
-    one = machine_of()
-    assert levels(doctor.check_shared_memory(one, tmp_path)) == {"shared memory": "ok"}
-    assert levels(doctor.check_shared_memory(replace(one, gpus=one.gpus * 2), tmp_path)) == {"shared memory": "warn"}
-    for soft, level in ((1024, "warn"), (4096, "ok"), (-1, "ok")):
-        monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind, soft=soft: (soft, -1))
-        assert levels(doctor.check_limits()) == {"open files": level}
-    assert levels(doctor.check_memory(replace(PLAIN, ram_free_bytes=GIB))) == {"memory": "warn"}
 
 
 NVLINK, NO_NVLINK = (("X", "NV12"), ("NV12", "X")), (("X", "SYS"), ("SYS", "X"))
@@ -309,20 +246,6 @@ def test_a_hub_that_does_not_answer_or_is_not_asked_matters_only_for_models_that
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text("{}")
         assert levels(check_hub("org/model", is_fast=False, environ=environ)) == {"hub": "ok"}
-
-
-def test_cache_and_token_are_where_the_hubs_own_client_reads_them(tmp_path):
-    (tmp_path / "token").write_text("hf_fromfile\n")
-    environ = {"HF_HOME": str(tmp_path), "PATH": "/usr/bin"}
-    code = "from huggingface_hub import constants as c, get_token; print(c.HF_HUB_CACHE); print(get_token())"
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    cache, token = done.stdout.split()
-    assert find_token(environ) == token
-    assert not is_cached("org/model", environ)
-    snapshot = Path(cache) / "models--org--model/snapshots/abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    assert is_cached("org/model", environ)
 
 
 def test_every_finding_that_is_not_ok_has_a_remedy_and_the_fast_doctor_does_not_ask_torch(tmp_path, monkeypatch):

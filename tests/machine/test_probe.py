@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from importlib import metadata
 
 import pynvml
 import pytest
 import recorded_driver as driver
 
 from sftplay.machine import gpu as ram
-from sftplay.machine import probe as probes
 from sftplay.machine.nvml import Present, choose
-from sftplay.machine.probe import find_gpus, library_versions, other_accelerators, probe, usable_cores
+from sftplay.machine.probe import find_gpus, other_accelerators
 
 GIB, MIB = 2**30, 2**20
 MACHINE = {
@@ -33,23 +28,6 @@ MACHINE = {
 def nvml(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return driver.install(monkeypatch, MACHINE)
-
-
-def test_cards_are_those_of_the_driver_and_the_driver_is_closed(nvml):
-    gpus, reason = find_gpus()
-    assert reason == ""
-    assert [(g.index, g.name, g.total_bytes, g.free_bytes) for g in gpus] == [
-        (0, "NVIDIA H200", 141 * GIB, 139 * GIB),
-        (1, "Tesla V100-SXM2-16GB", 16 * GIB, 15 * GIB),
-    ]
-    assert not nvml.is_open
-
-
-def test_bf16_begins_with_ampere(nvml):
-    # compute capability: V100 7.0, T4 7.5, A100 8.0, H200 9.0 (developer.nvidia.com/cuda-gpus)
-    assert [gpu.has_bf16 for gpu in find_gpus()[0]] == [True, False]
-    others = [probes.Gpu(0, "x", 1, 1, capability).has_bf16 for capability in ((7, 5), (8, 0), (8, 9), (12, 0))]
-    assert others == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -71,12 +49,6 @@ def test_cuda_visible_devices_chooses_and_orders_as_cuda_does(nvml, monkeypatch,
     gpus, _ = find_gpus()
     assert [gpu.name for gpu in gpus] == names
     assert [gpu.index for gpu in gpus] == list(range(len(names)))
-
-
-@pytest.mark.parametrize("visible", ["", " ", "-1"])
-def test_an_empty_choice_hides_every_card_and_is_the_reason(nvml, monkeypatch, visible):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert find_gpus() == ((), "CUDA_VISIBLE_DEVICES hides every GPU")
 
 
 @pytest.mark.parametrize(("visible", "part"), [("9", "names no GPU"), ("0,0", "names a GPU twice"), ("GPU-", "no GPU")])
@@ -125,28 +97,6 @@ def test_without_a_driver_the_reason_is_its_message(nvml, code, message):
     assert find_gpus() == ((), f"no NVIDIA driver answered ({message})")
 
 
-def test_a_missing_package_is_the_reason(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert find_gpus() == ((), "the package nvidia-ml-py is not installed")
-
-
-def test_a_lost_card_is_named_and_the_others_still_count(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    driver.install(monkeypatch, {**MACHINE, "gpus": [{**MACHINE["gpus"][0], "lost": True}, MACHINE["gpus"][1]]})
-    machine = probe(in_detail=True)
-    assert [gpu.name for gpu in machine.gpus] == ["Tesla V100-SXM2-16GB"]
-    assert machine.notes == ("GPU 0 does not answer",)
-
-
-def test_a_driver_before_memory_version_2_is_asked_the_old_way(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    old = driver.gpu(total_mib=16384, used_mib=1000, reserved_mib=200, oldest_memory_only=True)
-    driver.install(monkeypatch, {"driver": "470.1", "cuda": 11040, "gpus": [old]})
-    ((gpu,), _) = find_gpus()
-    assert (gpu.used_bytes, gpu.free_bytes) == (1200 * MIB, 15184 * MIB)
-
-
 def test_a_gpu_without_memory_of_its_own_counts_the_machines(monkeypatch):
     # NVML says Not Supported for the memory of GB10 and Jetson, whose GPU shares the processor's
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -154,15 +104,6 @@ def test_a_gpu_without_memory_of_its_own_counts_the_machines(monkeypatch):
     ((gpu,), _) = find_gpus()
     assert gpu.total_bytes == ram.ram_limit_bytes()
     assert 0 < gpu.plannable_bytes <= gpu.total_bytes
-
-
-def test_a_process_whose_memory_is_hidden_is_listed_without_a_size(monkeypatch):
-    # Windows' driver model and some containers give NVML_VALUE_NOT_AVAILABLE, which the package turns into None
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    card = driver.gpu(used_mib=900, processes=[[7, "C", "C:/python.exe", None], [8, "C+G", "/usr/bin/game", 100]])
-    driver.install(monkeypatch, {"driver": "1", "cuda": None, "gpus": [card]})
-    (gpu,) = probe(in_detail=True).gpus
-    assert [(p.pid, p.name, p.used_bytes) for p in gpu.processes] == [(8, "game", 100 * MIB), (7, "python.exe", None)]
 
 
 def test_accelerators_of_other_makers_are_named_and_not_used(tmp_path):
@@ -258,59 +199,3 @@ def test_memory_is_the_machines_or_the_lowest_limit_of_its_groups(kernel, files,
 )
 def test_free_memory_is_the_lower_of_machine_and_group(kernel, files, free):
     assert ram.ram_free_bytes(kernel(files)) == free
-
-
-HOLDS = """
-import mmap, sys
-for size in (64 << 20, 0):
-    sys.stdin.readline()
-    held = mmap.mmap(-1, size) if size else held.close()
-    for place in range(0, size, 4096):
-        held[place] = 1
-    print("done", flush=True)
-sys.stdin.readline()
-"""
-"""Takes 64 MiB that no allocator had before, and gives them back, each when it reads a line."""
-
-
-def test_resident_memory_is_what_a_process_holds_now_and_at_its_peak():
-    with subprocess.Popen(
-        [sys.executable, "-u", "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-
-        def next_step():
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-            assert process.stdout.readline() == b"done\n"
-            return ram.resident_bytes(process.pid)
-
-        holding, later = next_step(), next_step()
-    # the kernel's counters may lag behind by some pages
-    assert holding[0] - later[0] == pytest.approx(64 * MIB, rel=0.05)
-    assert holding[1] == pytest.approx(holding[0], rel=0.05)
-    assert later[1] == pytest.approx(holding[1], rel=0.05)
-    assert MIB < later[0] < later[1]
-    assert ram.resident_bytes(2**30) is None
-
-
-def test_only_cores_this_process_may_use_count(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5}, raising=False)
-    assert usable_cores() == 2
-
-
-def test_versions_are_those_installed_and_absent_libraries_are_left_out(monkeypatch):
-    monkeypatch.setattr(probes, "LIBRARIES", ("pydantic", "no-such-library"))
-    assert library_versions() == {"pydantic": metadata.version("pydantic")}
-
-
-def test_the_whole_machine_can_be_written_as_json(nvml):
-    content = json.loads(json.dumps(probe().as_dict()))
-    assert [gpu["name"] for gpu in content["gpus"]] == [gpu["name"] for gpu in MACHINE["gpus"]]
-    assert content["cores"] >= 1
-    assert content["gpus"][0]["processes"] == []  # a manifest does not list what others run
-
-
-def test_a_run_may_count_on_the_free_memory():
-    plain = {"gpus": (), "gpu_reason": "", "ram_bytes": 8, "cores": 1, "python": "", "system": "", "libraries": {}}
-    assert probes.Machine(**plain).ram_available == 8
-    assert probes.Machine(**plain, ram_free_bytes=5).ram_available == 5

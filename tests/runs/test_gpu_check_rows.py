@@ -68,10 +68,6 @@ def test_the_cap_is_planted_in_the_worker_and_nowhere_else(place: CheckContext, 
     assert "cap_memory" in (run.folder.logs / "rank0.log").read_text()
 
 
-def test_ddp_and_fsdp2_on_one_process_have_the_plain_gradient(place: CheckContext):
-    assert checks.wrapped_alone(place).endswith("over gloo")
-
-
 @pytest.mark.parametrize("case", ["tiny-lora", "tiny-qlora"])
 def test_the_kit_and_plain_trl_train_on_the_same(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def measured(who: str) -> dict[str, Any]:
@@ -85,24 +81,8 @@ def test_the_kit_and_plain_trl_train_on_the_same(case: str, tmp_path: Path, monk
     assert ours["mfu"] is None
 
 
-def test_a_shape_that_no_memory_holds_is_told_and_not_built(tmp_path: Path):
-    huge = replace(gpu_speed.CASES["llama-8b-lora"], tokens=131_072, micro_batch=32)
-    found = gpu_speed.measure(huge, "ours", tmp_path)
-    assert set(found) == {"does_not_fit"}
-
-
 def test_a_model_with_grouped_heads_has_the_losses_of_eager_attention(place: CheckContext):
     assert "the first loss within" in checks.grouped_heads(place, precision="fp32")
-
-
-def test_held_out_rows_are_measured_before_full_tuning(place: CheckContext, builtin_tiny: Path):
-    assert "before" in checks.measured_before(place)
-
-
-def test_padded_and_packed_rows_have_their_speeds(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "SHAPE", "tiny")
-    assert "packed, of the shape tiny" in checks.compare_packing(place)
-    assert len(place.details["padded"]) == len(place.details["packed"]) == check.STEPS
 
 
 def test_a_split_model_takes_steps(place: CheckContext, monkeypatch: pytest.MonkeyPatch):

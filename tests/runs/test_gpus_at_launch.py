@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +16,10 @@ from trl.kernels import chunked_logprob
 from sftplay.cli import main
 from sftplay.commands import train
 from sftplay.config.load import load_config
-from sftplay.config.run import ModelConfig
 from sftplay.errors import MachineError
 from sftplay.launch.command import Scale, build_launch
 from sftplay.launch.run_folder import EXPECTS_GPU, RunFolder
-from sftplay.machine import probe as compiler
-from sftplay.machine.doctor import check_compiler
 from sftplay.machine.probe import Gpu, Machine, TorchBuild
-from sftplay.model.failures import explain_failure, refusing
 from sftplay.runs import start
 from sftplay.runs import strategy_setup as at_launch
 from sftplay.tasks import worker
@@ -101,32 +95,6 @@ def test_a_worker_that_finds_no_gpu_where_one_is_planned_ends_with_3(inputs: Inp
         worker._work(folder, worker.StopAtOnce())
 
 
-def test_a_missing_kernel_is_named_as_what_it_is():
-    model = ModelConfig(name="a-folder")
-    with (
-        pytest.raises(MachineError, match="no code for this GPU's compute capability") as refused,
-        refusing(lambda error: explain_failure(error, model, where="model.name")),
-    ):
-        raise RuntimeError(NO_KERNEL)
-    assert "make doctor" in refused.value.fix
-
-
-def test_a_run_that_meets_a_missing_kernel_ends_as_the_machines_fault(inputs: Inputs, tmp_path: Path, monkeypatch):
-    _, folder = new_run(tmp_path, inputs)
-    monkeypatch.setattr(worker, "die_with_parent", lambda: None)
-    monkeypatch.setattr(worker.log, "redirect", lambda path: None)
-    monkeypatch.setattr(worker, "answer_with_stacks", lambda *_: None)
-    monkeypatch.setattr(worker.StopAtOnce, "install", lambda self: None)
-
-    def meets(*_):
-        raise RuntimeError(NO_KERNEL)
-
-    monkeypatch.setattr(worker, "_work", meets)
-    assert worker.main(str(folder.path)) == MachineError.exit_code
-    status = json.loads((folder.path / "status.json").read_text())
-    assert "no code for this GPU" in status["error"]["what"]
-
-
 ADA = Gpu(0, "NVIDIA GeForce RTX 4090", 24 * GIB, 23 * GIB, (8, 9), uuid="GPU-a")
 
 
@@ -182,20 +150,6 @@ def test_kernels_of_the_first_step_need_a_compiler(no_compiler: None):
         start.build_command(liger, RunFolder(Path("outputs/demo")), scale=Scale(), machine=here)
 
 
-def test_the_doctor_names_the_missing_compiler_and_headers(no_compiler: None, tmp_path: Path, monkeypatch):
-    here = Machine((ADA,), "", 64 * GIB, 8, "3.11", "Linux", {})
-    (finding,) = check_compiler(here)
-    assert (finding.level, "no C compiler" in finding.what) == ("warn", True)
-    assert check_compiler(replace(here, gpus=())) == []
-    monkeypatch.setenv("CC", "no-such-compiler -O2")
-    assert "CC=no-such-compiler -O2 is no command" in check_compiler(here)[0].what
-    monkeypatch.setenv("CC", sys.executable)
-    monkeypatch.setattr(compiler, "headers_folder", lambda: tmp_path)
-    assert "headers are not installed" in check_compiler(here)[0].what
-    (tmp_path / "Python.h").touch()
-    assert check_compiler(here)[0].level == "ok"
-
-
 def test_grpo_computes_by_torch_where_triton_cannot_build(no_compiler: None, monkeypatch, capsys):
     monkeypatch.setattr(chunked_logprob, "_use_triton", lambda device: True)
     avoid_triton()  # no GPU here: nothing changes
@@ -204,3 +158,24 @@ def test_grpo_computes_by_torch_where_triton_cannot_build(no_compiler: None, mon
     avoid_triton()
     assert not chunked_logprob._use_triton(torch.device("cuda"))
     assert "log-probabilities are computed by torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "is_one"),
+    [
+        ({"score.placement": "shared"}, True),
+        ({"score.placement": "roles"}, False),
+        ({"score.placement": "shared", "score.devices": {"ref": "cuda:1"}}, False),
+        ({"score.placement": "shared", "score.devices": {"ref": "cpu"}}, True),
+    ],
+)
+def test_one_process_sees_the_first_gpu_unless_parts_of_a_score_run_are_on_others(
+    values: dict[str, object], is_one: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cfg = load_config("configs/run_demo.yaml").with_values({"task_mode": "score", **values}, "test")
+    here = Machine((ADA, replace(ADA, index=1, uuid="GPU-b")), "", 2**34, 2, "3.11", "Linux", {})
+    for processes, seen in ((1, "GPU-a" if is_one else None), (2, None)):
+        command = start.build_command(cfg, RunFolder(Path("outputs/demo")), scale=Scale(processes), machine=here)
+        assert command.env.get("CUDA_VISIBLE_DEVICES") == seen

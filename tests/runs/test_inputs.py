@@ -96,11 +96,6 @@ def test_a_model_that_is_like_a_known_one_is_taken_where_the_hub_has_it(said, mo
     assert asked == [TYPO]
 
 
-def test_a_name_like_no_other_is_left_to_the_hub_which_validate_does_not_ask(said, monkeypatch):
-    monkeypatch.setattr(hub, "check_reachable", lambda *_, **__: pytest.fail("the hub was asked"))
-    assert said("validate", "model.name=mine/zzzz-0001")[0] == 0
-
-
 def test_what_a_misspelt_model_costs_is_no_library(tmp_path):
     (tmp_path / "rows.jsonl").write_text(ROW)
     (tmp_path / "run.yaml").write_text(f"model: {{name: {TYPO}}}\ndata: {{train_path: rows.jsonl}}\n")

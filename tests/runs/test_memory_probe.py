@@ -19,7 +19,7 @@ from sftplay.plan.find_shape import find_shape
 from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs import memory_probe, start
-from sftplay.runs.memory_probe import ProbeTarget, make_request, reason_not_to_probe, run_probe, size_by_probe
+from sftplay.runs.memory_probe import ProbeTarget, reason_not_to_probe, run_probe, size_by_probe
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -93,13 +93,6 @@ def test_a_measured_line_resizes_the_batch_and_everything_is_recorded(tmp_path: 
     assert json.loads(json.dumps({**sized.as_plan(), "probe": record}))["probe"]["points"][0]["rows"] >= 1
 
 
-def test_no_size_that_was_given_is_changed_by_a_probe(tmp_path: Path):
-    sized, record = probed(FakeGpu(4 * GIB, 2**20), tmp_path, **{"train.batch_size": 2})
-    assert (sized.cfg.train.batch_size, record["decision"]) == (2, "measured")
-    assert sized.forecast is not None
-    assert sized.forecast.allocated_bytes == pytest.approx(5 * GIB, rel=1e-6)
-
-
 def test_auto_measures_once_for_what_is_alike_and_again_for_what_is_not(tmp_path: Path):
     gpu = FakeGpu(4 * GIB, 2**20)
     first, record = probed(gpu, tmp_path)
@@ -121,17 +114,6 @@ def test_auto_measures_once_for_what_is_alike_and_again_for_what_is_not(tmp_path
     for n, (cards, values) in enumerate(others, 2):
         assert probed(gpu, tmp_path, cards, **values)[1]["decision"] == "measured", values
         assert len(gpu.asked) == n
-
-
-def test_always_measures_each_time_and_off_never(tmp_path: Path):
-    gpu = FakeGpu(4 * GIB, 2**20)
-    for _ in range(2):
-        assert probed(gpu, tmp_path, **{"train.probe": "always"})[1]["decision"] == "measured"
-    assert len(gpu.asked) == 2
-    sized, record = probed(gpu, tmp_path, **{"train.probe": "off"})
-    assert record == {"decision": "none", "why": "train.probe is off"}
-    assert sized == size_run(config(**{"train.probe": "off"}), machine(L4), shape=SHAPE)
-    assert len(gpu.asked) == 2
 
 
 def test_nothing_is_measured_without_a_gpu_on_several_nodes_for_unknown_shapes_or_what_cannot_fit(tmp_path: Path):
@@ -182,37 +164,12 @@ def test_a_size_that_ran_out_of_memory_is_not_chosen(tmp_path: Path):
     assert sized.forecast.allocated_bytes == pytest.approx(2.5 * GIB, rel=1e-6)
 
 
-def test_memory_that_does_not_suffice_for_the_first_size_is_tried_with_fewer_rows(tmp_path: Path):
-    gpu = FakeGpu(2 * GIB, 2**16, limit=5)
-    sized, record = probed(gpu, tmp_path)
-    assert [request["rows"] for request in gpu.asked] == [[16, 32], [4]]
-    assert record["out_of_memory_rows"] == 16
-    assert sized.cfg.train.batch_size in (4, 8)
-
-
 def test_one_row_that_runs_out_of_memory_is_refused_and_not_remembered(tmp_path: Path):
     gpu = FakeGpu(2 * GIB, 2**16, limit=0)
     for _ in range(2):
         with pytest.raises(MachineError, match="one full row at a time ran out of memory on NVIDIA L4"):
             probed(gpu, tmp_path)
     assert [request["rows"] for request in gpu.asked] == [[16, 32], [4], [1]] * 2
-
-
-def test_sizes_that_are_measured_lie_within_what_is_predicted_to_fit():
-    for effective in (1, 2, 6, 64, 97):
-        sized = size_run(config(**{"train.effective_batch_size": effective}), machine(L4), shape=SHAPE)
-        assert sized.forecast is not None
-        request = make_request(sized, sized.forecast)
-        assert request["rows"] == sorted(set(request["rows"]))
-        assert all(1 <= rows <= effective for rows in request["rows"])
-        assert request["accumulates"] == (effective > 1)
-
-
-def test_unequal_gpus_are_measured_on_the_smallest_that_takes_part(tmp_path: Path):
-    big = replace(L4, index=1, total_bytes=80 * GIB, free_bytes=79 * GIB, uuid="GPU-b")
-    busy = replace(L4, index=2, free_bytes=9 * GIB, uuid="GPU-c")
-    cards = machine(big, L4, busy)
-    assert [ProbeTarget(cards, n, tmp_path).gpu.uuid for n in (1, 2, 3)] == ["GPU-b", "GPU-a", "GPU-c"]
 
 
 @pytest.fixture
@@ -240,25 +197,6 @@ def test_train_probes_before_it_writes_the_plan(
     assert load_config(folder / "config.resolved.yaml").train.batch_size == 4
 
 
-def test_train_refuses_what_was_measured_not_to_fit(
-    write_config: Callable[..., Path], on_a_gpu: list[Any], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
-    monkeypatch.setattr(memory_probe, "run_probe", FakeGpu(40 * GIB, 2**20))
-    assert main(["train", "--config", str(write_config())]) == MachineError.exit_code
-    assert "does not fit" in capsys.readouterr().err
-    assert on_a_gpu == []
-
-
-def test_a_dry_run_measures_nothing(
-    write_config: Callable[..., Path], on_a_gpu: list[Any], monkeypatch: pytest.MonkeyPatch
-):
-    gpu = FakeGpu(4 * GIB, 2**20)
-    monkeypatch.setattr(memory_probe, "run_probe", gpu)
-    assert main(["train", "--config", str(write_config()), "--dry-run"]) == 0
-    assert gpu.asked == []
-
-
 def small(write_config: Callable[..., Path]) -> SizedRun:
     cfg = load_config(write_config(train__gradient_checkpointing=True))
     return size_run(cfg, machine(), shape=find_shape(cfg.model.name))
@@ -277,13 +215,3 @@ def test_a_rehearsal_is_a_process_of_its_own_that_leaves_points(write_config: Ca
     assert [point["rows"] for point in measured["points"]] == [1, 2]
     assert [point["tokens"] for point in measured["points"]] == [128, 256]
     assert (measured["out_of_memory_rows"], measured["device"]) == (None, None)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("oracle_on_path")
-def test_a_rehearsal_that_dies_is_told_with_its_log(write_config: Callable[..., Path], tmp_path: Path):
-    sized = small(write_config)
-    lost = SizedRun(sized.cfg.with_values({"model.name": str(tmp_path / "gone")}, "test"), 1, {}, (), sized.forecast)
-    with pytest.raises(RunError, match="ended with code") as caught:
-        run_probe(lost, {"rows": [1], "gauge": TENSORS}, target=ProbeTarget(machine(L4), 1, tmp_path))
-    assert "gone" in Path(caught.value.where).read_text()

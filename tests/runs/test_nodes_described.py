@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.machine.gpu import Gpu
+from sftplay.errors import DataError
+from sftplay.launch.nodes import check_nodes_match, find_differences
 from sftplay.machine.probe import probe
-from sftplay.runs import nodes
-from sftplay.runs.nodes import describe_files, describe_gpus, describe_network, kit_version
+from sftplay.runs.nodes import describe_files, describe_network
 
 
 def config(tmp_path: Path, **values: Any) -> Any:
@@ -42,32 +42,6 @@ def test_every_file_that_a_run_reads_has_a_digest_that_follows_its_content(tmp_p
         after = describe_files(config(tmp_path, data={**data, "template": str(template)}))
         assert {name for name in after if after[name] != before[name]} == {key}
         before = after
-
-
-def test_a_name_on_a_hub_has_no_files_here(tmp_path: Path):
-    assert describe_files(config(tmp_path, model={"name": "org/name"}, data={"train_path": "org/rows"})) == {}
-
-
-def test_another_line_in_the_kit_makes_it_another_kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for folder in ("a", "b"):
-        (tmp_path / folder / "sftplay" / "verbs").mkdir(parents=True)
-        (tmp_path / folder / "sftplay" / "verbs" / "nodes.py").write_text("")
-
-    def version_of(folder: str) -> str:
-        monkeypatch.setattr(nodes, "ROOT", tmp_path / folder)
-        return kit_version()
-
-    assert version_of("a") == version_of("b")
-    (tmp_path / "b" / "sftplay" / "verbs" / "nodes.py").write_text("x = 1\n")
-    assert version_of("a") != version_of("b")
-    (tmp_path / "a" / "sftplay" / "nodes.py").write_text("x = 1\n")  # the same line in another file
-    assert version_of("a") != version_of("b")
-
-
-def test_gpus_are_described_one_by_one():
-    gpu = Gpu(index=0, name="Tesla V100", total_bytes=16 * 2**30, free_bytes=15 * 2**30, capability=(7, 0))
-    assert describe_gpus(replace(probe(), gpus=(gpu, gpu))) == "Tesla V100 16.00 GiB, Tesla V100 16.00 GiB"
-    assert describe_gpus(replace(probe(), gpus=())) == "none"
 
 
 NO_GPU = replace(probe(), gpus=())
@@ -101,3 +75,13 @@ def test_host_whose_name_leads_to_itself_only_is_told_to_name_its_interface(
     assert ("error" in ask()) is is_trouble
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert ask() == {}
+
+
+def test_of_more_than_two_nodes_the_one_that_is_alone_differs_and_an_error_is_told_with_its_place_and_remedy():
+    same = {"host": "h", "versions": {"torch": "2.13.0"}}
+    other = {"host": "b", "versions": {"torch": "2.12.0"}}
+    assert find_differences([other, same, same]) == [(0, "machine", "torch is 2.12.0, on nodes 1, 2 it is 2.13.0")]
+    failed = {"host": "b", "error": DataError("no such file", where="x.yaml:3", fix="write it").as_json()}
+    with pytest.raises(DataError) as error:
+        check_nodes_match([same, failed])
+    assert (error.value.what, error.value.fix) == ("node 1 (b): x.yaml:3: no such file", "write it")

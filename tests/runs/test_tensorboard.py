@@ -19,8 +19,7 @@ import pytest
 from processes import HANG_S, wait_until
 
 from sftplay.commands.report import stop
-from sftplay.errors import MachineError, RunError
-from sftplay.machine.ports import JOB_PORTS, QUIET, RENDEZVOUS_PORT, free_port
+from sftplay.errors import RunError
 from sftplay.runs import tensorboard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,19 +141,6 @@ def test_a_stranger_that_takes_the_port_at_the_last_moment_is_no_success(tmp_pat
     assert not RECORD.exists()
 
 
-@pytest.mark.parametrize("record", ["stale", "broken"])
-def test_a_process_that_merely_has_the_old_pid_is_left_alone(tmp_path, monkeypatch, record):
-    monkeypatch.chdir(tmp_path)
-    RECORD.parent.mkdir()
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
-        stale = {"pid": other.pid, "started": "12345", "url": "http://127.0.0.1:1", "folder": "outputs"}
-        RECORD.write_text({"stale": json.dumps(stale), "broken": "{"}[record])
-        assert stop(None) == 0
-        assert other.poll() is None
-        other.kill()
-    assert not RECORD.exists()
-
-
 WHOLE = {"url": "http://127.0.0.1:1", "folder": "outputs"}
 UNFIT_RECORDS = {
     "this process group": {**WHOLE, "pid": 0, "started": ""},
@@ -181,42 +167,6 @@ def test_a_pid_file_that_names_anything_else_stops_nothing(tmp_path, monkeypatch
     assert not RECORD.exists()
 
 
-def test_a_process_of_somebody_else_is_not_ours(monkeypatch):
-    words = [sys.executable, "-c", "import time; print(); time.sleep(600)", tensorboard.MODULE]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as other:
-        other.stdout.readline()  # a process has no command line yet while it is being replaced by exec
-        assert tensorboard.is_board(other.pid)
-        monkeypatch.setattr(tensorboard.os, "getuid", lambda: 12345)
-        assert not tensorboard.is_board(other.pid)
-        other.kill()
-
-
-def test_a_port_in_use_is_passed_over_and_when_all_are_the_machine_lacks_one(monkeypatch):
-    monkeypatch.setattr("sftplay.machine.ports.PORTS_TRIED", 1)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(MachineError, match="no free port"):
-            free_port(taken.getsockname()[1])
-
-
-def test_no_port_that_is_drawn_is_one_where_jobs_or_runs_over_several_machines_meet():
-    meeting = {*JOB_PORTS, RENDEZVOUS_PORT}
-    assert meeting.isdisjoint(QUIET)
-
-
-def test_when_no_port_that_was_drawn_is_free_the_error_says_what_was_tried(monkeypatch):
-    monkeypatch.setattr("sftplay.machine.ports.bound_port", lambda port: None)
-    with pytest.raises(MachineError, match=r"none of 50 ports drawn from 20000\.\.29499 is free") as refusal:
-        free_port(0)
-    assert "PORT=" not in str(refusal.value)
-
-
-def test_a_port_that_cannot_be_one_is_refused_not_a_bug():
-    with pytest.raises(MachineError):
-        free_port(70_000)
-
-
 @pytest.mark.contract
 def test_a_run_that_is_not_there_is_refused_with_the_nearest_name_and_starts_nothing(tmp_path):
     for name in ("night-1", "demo"):
@@ -230,3 +180,13 @@ def test_a_run_that_is_not_there_is_refused_with_the_nearest_name_and_starts_not
     assert "leave RUN= out to see all runs" in done.stderr
     assert not (tmp_path / RECORD).exists()
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"night-1", "demo"}
+
+
+def test_a_process_of_somebody_else_is_not_ours(monkeypatch):
+    words = [sys.executable, "-c", "import time; print(); time.sleep(600)", tensorboard.MODULE]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as other:
+        other.stdout.readline()  # a process has no command line yet while it is being replaced by exec
+        assert tensorboard.is_board(other.pid)
+        monkeypatch.setattr(tensorboard.os, "getuid", lambda: 12345)
+        assert not tensorboard.is_board(other.pid)
+        other.kill()

@@ -1,9 +1,14 @@
-"""The process of a job on its first node: starts trainer and generation server, forwards signals, requeues."""
+"""A run as a job of SLURM: its records, the commands of the scheduler, and the process on the job's first node.
+
+That process starts trainer and generation server, forwards signals and requeues the job.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import platform
 import secrets
 import signal
 import socket
@@ -11,32 +16,209 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sftplay.atomic import is_locked, write_text
+from sftplay import __version__
+from sftplay.atomic import is_locked, read_lines, read_object, write_text
 from sftplay.errors import MachineError, SftplayError
 from sftplay.launch.generation_server import FollowedServer, ServerProcess, client_environment
 from sftplay.launch.nodes import TOKEN
 from sftplay.launch.processes import end_launch, list_children
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.slurm import scheduler
-from sftplay.launch.slurm.scheduler import CONFIG, JobFolder
 from sftplay.machine.ports import JOB_PORTS
+from sftplay.machine.probe import library_versions
 from sftplay.signals import STOP_SIGNALS, Forwarder, catch_signals, popen_tied
+from sftplay.units import format_bytes
+
+JOB_FILE, CONFIG, JOBS, LOCK = "slurm.sbatch", "slurm.yaml", "slurm.jsonl", "slurm.lock"
+"""In the run's folder: the job file, the config as it was submitted, a line for each queued job, and a lock."""
+
+LOG, SUMMARY, ENVIRONMENT = "training_output.log", "job_summary.txt", "env.txt"
+LIVES, NOTE = "lives.jsonl", "requeue_failed.txt"
+SERVER, SERVER_LOG = "generation_server.url", "generation_server.log"
+
+
+@dataclass(unsafe_hash=True)
+class JobFolder:
+    """`slurm-<JOBID>/` in a run's folder."""
+
+    run: Path
+    job: int
+
+    def __post_init__(self) -> None:
+        self.path = self.run / f"slurm-{self.job}"
+        self.output = self.run / f"slurm-{self.job}.out"
+        """What the job's shell and SLURM itself have written."""
+        self.log, self.server_log = self.path / LOG, self.path / SERVER_LOG
+        self.server = self.path / SERVER
+        """The address of the job's generation server, which is there while one answers."""
+
+    @property
+    def note(self) -> str:
+        """Why the job did not go on by itself; empty where it did."""
+        path = self.path / NOTE
+        return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+
+    def lives(self) -> list[dict[str, Any]]:
+        """The lives that have ended, oldest first."""
+        return read_lines(self.path / LIVES)[0]
+
+    def add_life(self, **facts: Any) -> None:
+        with (self.path / LIVES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(facts) + "\n")
+
+
+def add_job(run: Path, job: int, **facts: Any) -> None:
+    """Record that a job of this run was queued."""
+    with (run / JOBS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"job_id": job, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts}) + "\n")
+
+
+def newest_job(run: Path) -> JobFolder | None:
+    """The job of this run that was queued last; None where there was none."""
+    jobs = [line["job_id"] for line in read_lines(run / JOBS)[0] if isinstance(line.get("job_id"), int)]
+    return JobFolder(run, jobs[-1]) if jobs else None
+
+
+LIMIT_S = 60.0  # how long a command may take to answer
+COLUMNS = {"state": "%T", "reason": "%r", "nodes": "%N", "left": "%L", "start": "%S"}
+"""What `squeue` tells of a job, and its codes (squeue(1), --format)."""
+
+ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED")
+"""States of a job that will train, or does."""
+
+
+def call_sbatch(job_file: Path) -> int:
+    """Queue the job; its number. Raises MachineError if SLURM refuses the job, does not answer, or is not here."""
+    # What make exports for its own recipe would reach the run through the job's environment.
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "TYPED_", "MFLAGS"))}
+    said = call("sbatch", "--parsable", str(job_file), env=env)
+    return int(said.splitlines()[-1].split(";")[0])
+
+
+def ask_state(job: int) -> dict[str, str]:
+    """`COLUMNS` of the job as SLURM knows it now; all are empty where SLURM no longer knows it.
+
+    Raises MachineError if SLURM does not answer, or is not here.
+    """
+    nothing, columns = dict.fromkeys(COLUMNS, ""), "|".join(COLUMNS.values())
+    try:
+        said = call("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format=%i|{columns}")
+    except MachineError as error:
+        if "Invalid job id" in error.what:  # it ended a while ago
+            return nothing
+        raise
+    # A job with a generation server has a line for each part: 17+0 are the trainers.
+    first = min(said.strip().splitlines(), default="")
+    return {**nothing, **dict(zip(COLUMNS, first.split("|")[1:], strict=False))}
+
+
+def is_cut_off(job: int) -> bool:
+    """True when SLURM ends the job for another one or for its time limit. False where it cannot be asked."""
+    try:
+        said = call("scontrol", "--oneliner", "show", "job", str(job)).split()
+    except MachineError:
+        return False
+    is_preempted = any(word.startswith("PreemptTime=") and word != "PreemptTime=None" for word in said)
+    return is_preempted or "JobState=TIMEOUT" in said
+
+
+def call(*argv: str, env: Mapping[str, str] | None = None) -> str:
+    """What the command prints. Raises MachineError if it failed, gave no answer, or is not on this machine."""
+    try:
+        done = subprocess.run(
+            argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except FileNotFoundError:
+        fix = "use a machine of a SLURM cluster, or `make train`"
+        raise MachineError(f"{argv[0]} is not on this machine", where="SLURM", fix=fix) from None
+    except subprocess.TimeoutExpired:
+        fix = "look at `sinfo`, and try again"
+        raise MachineError(f"{argv[0]} has not answered for {LIMIT_S:.0f} s", where="SLURM", fix=fix) from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or f"{argv[0]} ended with {done.returncode}").splitlines()
+        fix = "ask for what `sinfo` offers" if argv[0] == "sbatch" else "look at `squeue` and `sinfo`"
+        raise MachineError("\n".join(said[-5:]), where="SLURM", fix=fix)
+    return done.stdout
+
+
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+PASS = ("pass@1", "pass", "exact_match")  # names of the share of right answers, in the files of an evaluation
+
+SHOWN = (
+    "SLURM", "CUDA", "NVIDIA", "NCCL", "GLOO", "MASTER_", "OMP_", "HF_", "TRANSFORMERS_", "TORCH", "PYTHON", "WANDB_",
+    "SFTPLAY_", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_", "HOSTNAME",
+)  # fmt: skip
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def write_environment(job: JobFolder) -> None:
+    """Write the variables on which a run may depend to env.txt; none whose name speaks of a secret."""
+    shown = {key: value for key, value in os.environ.items() if key.startswith(SHOWN)}
+    lines = [f"{key}={shown[key]}" for key in sorted(shown) if not any(part in key.upper() for part in SECRET)]
+    write_text(job.path / ENVIRONMENT, "\n".join(lines) + "\n")
+
+
+def write_summary(job: JobFolder, *, processes: int, exit_code: int | None) -> None:
+    """Write job_summary.txt. `exit_code` is None while the job runs."""
+    facts = [*_list_facts(job, processes=processes), ("exit code", "still running" if exit_code is None else exit_code)]
+    lines = [f"{name + ':':<18}{value}" for name, value in facts if value not in (None, "")]
+    for path in (job.server_log, job.log) if exit_code and exit_code < 128 else ():
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 8192))
+                last = file.read().decode("utf-8", "replace").splitlines()[-20:]
+            lines += ["", f"the last lines of {path.name}:", *last]
+    write_text(job.path / SUMMARY, "\n".join(lines) + "\n")
+
+
+def _list_facts(job: JobFolder, *, processes: int) -> Iterator[tuple[str, Any]]:
+    folder, lives, versions = RunFolder(job.run), job.lives(), library_versions()
+    status, metrics = folder.read_json("status.json"), read_lines(folder.metrics)[0]
+    yield "job id", job.job
+    yield "run", job.run
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES") or 1
+    yield "nodes", f"{nodes} ({os.environ.get('SLURM_JOB_NODELIST') or platform.node()})"
+    yield "partition", os.environ.get("SLURM_JOB_PARTITION", "")
+    machine = read_object(job.run / "manifest.json").get("machine") or {}
+    names = ", ".join(str(gpu["name"]) for gpu in machine.get("gpus", ()))
+    number = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or "0"
+    yield "GPUs", f"{number} on this node{f': {names}' if names else ''}"
+    yield "processes", f"{processes} on each node"
+    named = [f"{name} {versions[name]}" for name in LIBRARIES if name in versions]
+    yield "versions", ", ".join([f"sftplay {__version__}", f"python {platform.python_version()}", *named])
+    yield "start", lives[0]["start"] if lives else time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    yield "end", lives[-1]["end"] if lives else ""
+    ended = [f"{life['from_step']}-{life['to_step']} ({life['exit_code']})" for life in lives]
+    yield "lives", f"{len(lives)}: steps (exit code) {', '.join(ended)}" if lives else ""
+    yield "state", status.get("state")
+    yield "steps", status.get("step", 0)
+    seconds = sum(life["seconds"] for life in lives)
+    made = sum(life["to_step"] - life["from_step"] for life in lives)
+    yield "steps/h", f"{3600 * made / seconds:.1f}" if seconds else None
+    for name, key in (("last loss", "loss"), ("last reward", "reward"), ("last true reward", "true_reward")):
+        yield name, next((line[key] for line in reversed(metrics) if line.get(key) is not None), None)
+    files = sorted(folder.eval.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    shares = ((path, name, read_object(path).get(name)) for path in files for name in PASS)
+    found = next((share for share in shares if isinstance(share[2], float | int)), None)
+    yield "last pass@1", found and f"{found[2]:.3f} ({found[1]} in {found[0].parent.name}/{found[0].name})"
+    peaks = [line[key] for line in metrics for key in ("peak_bytes", "peak_rss_bytes") if key in line]
+    yield "peak memory", format_bytes(max(peaks)) if peaks else None
+    yield "last checkpoint", status.get("last_checkpoint")
+    complete = [path.parent.name for path in folder.checkpoints.glob("checkpoint-*/COMPLETE.json")]
+    yield "checkpoints", ", ".join(sorted(complete, key=lambda name: int(name.rpartition("-")[2])))
+    error = status.get("error") or {}
+    yield "error", error.get("what", "").split("\n")[0]
+    yield "note", job.note.replace("\n", "; ")
+
 
 GROUP = 1  # the server's node in a heterogeneous job; the trainers' nodes are group 0
 LATE_S = 2.0  # a trainer may fail for want of the server before the end of the server's step is known here
-
-
-def start_server_step(job: JobFolder) -> ServerProcess:
-    """Start the server's step of this job. Its lines go to the job's `generation_server.log`."""
-    srun = ["srun", "--mpi=none", "--export=ALL", f"--het-group={GROUP}", "--nodes=1", "--ntasks=1"]
-    return ServerProcess(job.run / CONFIG, job.server, log=job.server_log, runner=srun)
 
 
 def follow_trainer(server: FollowedServer, trainer: subprocess.Popen[Any]) -> int:
@@ -94,7 +276,7 @@ class Allocation:
 
 def trainer_command(run: Path, allocation: Allocation, *, nproc: int, launcher_args: Sequence[str] = ()) -> list[str]:
     """The command of the trainer on this node."""
-    command = [sys.executable, "-m", "sftplay", "train", "--node-rank", "0", "--config", str(run / scheduler.CONFIG)]
+    command = [sys.executable, "-m", "sftplay", "train", "--node-rank", "0", "--config", str(run / CONFIG)]
     command += ["--nproc", str(nproc)]
     if allocation.nodes > 1:
         command += ["--nnodes", str(allocation.nodes), "--master-addr", allocation.master_addr]
@@ -151,14 +333,14 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = (), has_ser
     os.environ["MASTER_PORT"] = str(allocation.master_port)  # env.txt shows it
     job, folder = JobFolder(run, allocation.job), RunFolder(run)
     job.path.mkdir(parents=True, exist_ok=True)
-    if (newest := scheduler.newest_job(run)) is None or newest.job != job.job:  # started by sbatch, and not by `submit`
-        scheduler.add_job(run, job.job, nodes=allocation.nodes, nproc=nproc)
-    scheduler.write_environment(job)
+    if (newest := newest_job(run)) is None or newest.job != job.job:  # started by sbatch, and not by `submit`
+        add_job(run, job.job, nodes=allocation.nodes, nproc=nproc)
+    write_environment(job)
     deadline = time.monotonic() + LOCK_WAIT_S
     while allocation.restarts and is_locked(folder.path / ".lock") and time.monotonic() < deadline:
         time.sleep(0.5)  # a node that was lost may still have processes for a while
     start, start_s, n_before = _format_now(), time.monotonic(), len(folder.read_json("status.json").get("attempts", []))
-    scheduler.write_summary(job, processes=nproc, exit_code=None)
+    write_summary(job, processes=nproc, exit_code=None)
     what = f"job {job.job}, attempt {allocation.restarts + 1}: {allocation.nodes} node(s), {nproc} process(es) on each"
     say(f"{what}; {job.log} has its lines")
     with job.log.open("a") as log:
@@ -178,9 +360,9 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = (), has_ser
         to_step=int(step if last is None else last), exit_code=code,
         signals=[signal.Signals(number).name for number in forwarder.received],
     )  # fmt: skip
-    scheduler.write_summary(job, processes=nproc, exit_code=code)
+    write_summary(job, processes=nproc, exit_code=code)
     # Its time is over, or will soon be, or another job takes its place.
-    if code == 128 + signal.SIGUSR1 or (code == 128 + signal.SIGTERM and scheduler.is_cut_off(job.job)):
+    if code == 128 + signal.SIGUSR1 or (code == 128 + signal.SIGTERM and is_cut_off(job.job)):
         _requeue(job, nproc=nproc, code=code)
     say(f"ended with {code}; {job.path} has the summary")
     return code
@@ -189,7 +371,8 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = (), has_ser
 def _train_with_server(job: JobFolder, trainer: Sequence[str], *, others: Sequence[str], forwarder: Forwarder) -> int:
     """As `_train`, next to a generation server. Whichever ends first, the other one is ended too."""
     try:
-        process = start_server_step(job)
+        srun = ["srun", "--mpi=none", "--export=ALL", f"--het-group={GROUP}", "--nodes=1", "--ntasks=1"]
+        process = ServerProcess(job.run / CONFIG, job.server, log=job.server_log, runner=srun)
     except FileNotFoundError as error:
         say(f"{error}: the generation server cannot be started")
         return MachineError.exit_code
@@ -247,14 +430,14 @@ def _requeue(job: JobFolder, *, nproc: int, code: int) -> None:
     else:
         say("requeued")
         try:
-            scheduler.requeue(job.job)
+            call("scontrol", "requeue", str(job.job))
             return
         except MachineError as error:
             problem = f"stopped with a checkpoint, and not queued again ({error.what})"
     fix = "go on with: make submit CONFIG=... ARGS='run_name=" + job.run.name + " train.resume=auto'"
     say(f"{problem}\n  fix: {fix}")
-    write_text(job.path / scheduler.NOTE, f"{problem}\n{fix}\n")
-    scheduler.write_summary(job, processes=nproc, exit_code=code)
+    write_text(job.path / NOTE, f"{problem}\n{fix}\n")
+    write_summary(job, processes=nproc, exit_code=code)
 
 
 def _format_now() -> str:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Any, Literal
 
 from sftplay import log
 from sftplay.atomic import read_object, write_text
-from sftplay.launch.processes import end_launch
+from sftplay.launch.processes import run_with_limit
 from sftplay.machine.probe import Machine, probe
 from sftplay.runs.gpu_check.check import Broken, Check, CheckContext, NotPossible
-from sftplay.signals import die_with_parent, popen_tied
+from sftplay.signals import die_with_parent
 from sftplay.startup import begin_imports
 
 FOUND = "found.json"
@@ -55,20 +54,6 @@ def conduct(checks: Sequence[Check], scratch: Path, *, module: str, is_fast: boo
             folder = scratch / str(number)
             note(_run_apart(check, folder, module=module, shared=scratch / "shared"))
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def run_with_limit(argv: Sequence[str], *, env: Mapping[str, str], output: Path, limit_s: float) -> int | None:
-    """Run a command to its end and return its exit code; after `limit_s` seconds end all its processes, return None."""
-    with output.open("wb") as handle:
-        process = popen_tied(argv, output=handle, env=env)
-        try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            if process.poll() is None:  # where it has died, the kernel ends what it had started
-                end_launch(process.pid)
-                process.wait()
 
 
 def _run_apart(check: Check, folder: Path, *, module: str, shared: Path) -> Row:
