@@ -1,4 +1,4 @@
-"""Every key of the config does something: one table, key -> a check of what trainer, model or data really used.
+"""Every key of the config does something: a check of what a trainer or a model really used, or the file that shows it.
 
 Most keys are checked on two runs, built up to their first step, which differ in all of them at once; the values are
 chosen so that none can be taken for another's effect.
@@ -9,62 +9,27 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import signal
-import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from accelerate.utils import DistributedDataParallelKwargs
-from domain import write_texts
 from hrm_keys import OF_HRM
-from in_process import Finished, Inputs, StopAfter, built, new_run, sized, train, train_in, written_config
-from patience import PATIENT_BOX
-from processes import HANG_S
+from in_process import Finished, Inputs, built, sized, written_config
 from score_keys import OF_SCORE
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
-from unsloth_stand_in import FastLanguageModel, as_module
 
-from sftplay.commands import evaluate
 from sftplay.config.keys import all_keys, differences, values_that_decide_weights
-from sftplay.config.load import load_config
-from sftplay.config.rewards import RewardConfig
-from sftplay.config.run import RunConfig
-from sftplay.data.mixture.load import MixtureRows, load_mixture
 from sftplay.data.order import training_order
-from sftplay.errors import DataError
-from sftplay.evaluate.perplexity import Document, HeldOut, measure_sources
-from sftplay.generate.generate import Generator
-from sftplay.heartbeat import Heartbeat
-from sftplay.launch import command as ray_command
-from sftplay.launch.command import DRIVER, Launch, Scale
 from sftplay.launch.follow import read_timeout
 from sftplay.launch.generation_server import server_command
 from sftplay.launch.nccl import nccl_environment
-from sftplay.launch.processes import Death
-from sftplay.launch.run_folder import RunFolder, new_folder
-from sftplay.machine.probe import Gpu, Machine, probe
+from sftplay.launch.run_folder import new_folder
 from sftplay.model.recomputation import recomputation_arguments
-from sftplay.plan.sizing import size_run
-from sftplay.reward.reward_set import RewardSet, combined
-from sftplay.reward.table import judges_form
-from sftplay.runs import memory_probe
-from sftplay.runs import start as launching
-from sftplay.runs.inputs import known_shape
-from sftplay.runs.strategy_setup import build_strategy_environment, prepare_deepspeed, with_deepspeed
-from sftplay.signals import StopAtOnce
-from sftplay.tasks import TASKS, TaskRow, worker
 from sftplay.tasks.grpo.task import grpo_arguments
-from sftplay.train.checkpointing import MarkComplete, choose_checkpoint
-from sftplay.train.exact_batch import Replay
-from sftplay.train.gradients import GradientSync
+from sftplay.train.checkpointing import MarkComplete
 from sftplay.train.train_run import make_setup
 
 CHANGES: dict[str, Any] = {
@@ -223,31 +188,6 @@ def kind_of_training(run: Finished) -> tuple[bool, bool]:
     return any(not p.requires_grad for p in parameters), any(p.dtype == torch.uint8 for p in parameters)
 
 
-def check_task_mode(bench: Bench) -> None:
-    # The table's row is changed in place of the key.
-    _, folder = new_run(bench.home / "task", bench.inputs)
-    asked: list[str] = []
-
-    def load_rows(cfg: RunConfig, _: Any) -> Any:
-        asked.append(cfg.task_mode)
-        raise DataError("enough")
-
-    module = ModuleType("another")
-    module.load_rows = load_rows  # type: ignore[attr-defined]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
-        row, package = TaskRow("another"), ModuleType("another")
-        package.__path__ = []
-        modules = {"sftplay.tasks.another": package, row.trainer: module}
-        with patch.dict(sys.modules, modules), patch.dict(TASKS, {"sft": row}):
-            with patch.object(worker, "quiet_libraries"), pytest.raises(DataError, match="enough"):
-                worker._work(folder, StopAtOnce())
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert asked == ["sft"]
-
-
 def check_place(bench: Bench) -> None:
     config = str(written_config(bench.home / "place", bench.inputs, run_name="mine", output_dir="elsewhere"))
     assert new_folder(sized(Path(config)), config).path == Path("elsewhere") / "mine"
@@ -263,87 +203,6 @@ def check_seed(bench: Bench) -> None:
     assert torch.equal(adapted(one).lora_A["default"].weight, adapted(again).lora_A["default"].weight)
 
 
-def check_model_name(bench: Bench) -> None:
-    other = bench.home / "other-model"
-    model = AutoModelForCausalLM.from_pretrained(bench.inputs.model)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(0.125)
-    model.save_pretrained(other)
-    AutoTokenizer.from_pretrained(bench.inputs.model).save_pretrained(other)
-    norms = [
-        float(bench.build(model__name=str(name)).trainer.model.get_base_model().model.norm.weight[0].detach())
-        for name in (bench.inputs.model, other)
-    ]
-    assert norms == [1.0, 0.125]
-
-
-def what_libraries_are_told(bench: Bench, name: str, **changes: Any) -> list[Any]:
-    """The keyword `name` in every call that opens a model or a tokenizer."""
-    told: list[Any] = []
-
-    def spy(real: Any) -> Any:
-        def from_pretrained(*args: Any, **options: Any) -> Any:
-            told.append(options.get(name))
-            return real(*args, **options)
-
-        return from_pretrained
-
-    with (
-        patch.object(AutoModelForCausalLM, "from_pretrained", spy(AutoModelForCausalLM.from_pretrained)),
-        patch.object(AutoTokenizer, "from_pretrained", spy(AutoTokenizer.from_pretrained)),
-    ):
-        built(bench.home / f"told-{name}-{len(changes)}", bench.inputs, **changes)
-    assert len(told) == 2
-    return told
-
-
-def told(name: str, key: str, value: Any, before: list[Any], after: list[Any]) -> Check:
-    """What libraries that open tokenizer and model are told without the key and with it."""
-
-    def check(bench: Bench) -> None:
-        assert what_libraries_are_told(bench, name) == before
-        assert what_libraries_are_told(bench, name, **{key.replace(".", "__"): value}) == after
-
-    return check
-
-
-def check_new_tokens(bench: Bench) -> None:
-    """The rows that train, and what they stand for."""
-    terms = bench.home / "terms.txt"
-    terms.write_text("bellcrank\nstatic-port\n")
-    rows = str(write_texts(bench.home / "domain.jsonl", 160, seed=1))
-    run = bench.build(tuning__new_tokens={"path": str(terms)}, data__train_path=rows)
-    entries = json.loads((run.folder.path / "new_tokens.json").read_text())["tokens"]
-    (trains, *_) = [p for n, p in run.trainer.model.named_parameters() if "trainable_tokens_delta" in n]
-    assert trains.shape == (2, 32)
-    assert [entry["term"] for entry in entries] == ["bellcrank", "static-port"]
-
-
-def check_adapter(bench: Bench) -> None:
-    """Both keys on one trained adapter: its pair goes on, or a new one begins on a base with other weights."""
-    first = bench.made.get("start") or train(bench.home / "start", bench.inputs, train__max_steps=1)
-    bench.made["start"] = first
-    start, adapter = first.trainer.model.state_dict(), {"model__adapter": str(first.folder.path)}
-    name = "base_model.model.model.layers.0.self_attn.q_proj."
-    pair, base = f"{name}lora_B.default.weight", f"{name}base_layer.weight"
-    on, merged = (bench.build(model__merge_adapter=merges, **adapter).trainer.model for merges in (False, True))
-    assert [bool(model.state_dict()[pair].any()) for model in (on, merged)] == [True, False]
-    assert [torch.equal(model.state_dict()[base], start[base]) for model in (on, merged)] == [True, False]
-
-
-def check_backend(bench: Bench) -> None:
-    layer = adapted(bench.build(tuning__mode="qlora")).base_layer
-    assert type(layer).__module__.split(".")[0] == "bitsandbytes"
-    stand_in = FastLanguageModel()
-    with (
-        patch("sftplay.machine.probe.find_unsloth_problem", lambda **_: ""),
-        patch.dict(sys.modules, {"unsloth": as_module(stand_in)}),
-    ):
-        bench.build(tuning__backend="unsloth")
-        assert stand_in.opened["model_name"] == str(bench.inputs.model)
-        assert stand_in.adapted["r"] == 4
-
-
 def steps_and_rows(run: Finished) -> tuple[int, int]:
     return run.trainer.args.max_steps, len(run.trainer.train_dataset)
 
@@ -353,415 +212,30 @@ def pins_memory(run: Finished) -> bool:
     return make_setup(run.cfg, run.folder, n_rows=70).arguments(has_held_out=True)["dataloader_pin_memory"]
 
 
-def check_ddp_keys(bench: Bench) -> None:
-    """Two ranks that really use them are in tests/train/test_gradient_sync.py."""
-    names = ("ddp_bucket_cap_mb", "ddp_static_graph")
-    with patch.dict("os.environ", {"WORLD_SIZE": "2"}):
-        for comm, expected in (({}, [None, False]), ({"bucket_cap_mb": 7, "static_graph": True}, [7, True])):
-            values = {f"cluster.comm.{key}": value for key, value in comm.items()}
-            cfg = bench.plain.cfg.with_values(values, "test")
-            arguments = make_setup(cfg, bench.plain.folder, n_rows=70).arguments(has_held_out=True)
-            assert [arguments[name] for name in names] == expected
-
-
-def check_hook(bench: Bench) -> None:
-    for hook, kind, sends_afterwards in (
-        ("none", "no", True),
-        ("fp16", "fp16", False),
-        ("powersgd", "power_sgd", False),
-    ):
-        cfg = bench.plain.cfg.with_values({"cluster.comm.hook": hook}, "test")
-        trainer = SimpleNamespace(accelerator=SimpleNamespace(ddp_handler=DistributedDataParallelKwargs()))
-        with patch.dict("os.environ", {"WORLD_SIZE": "2"}):
-            trainer.replay = Replay(cfg, bench.plain.folder)
-            GradientSync(cfg, Heartbeat()).attach(trainer)
-        assert trainer.accelerator.ddp_handler.comm_hook.value == kind
-        assert trainer.replay.sends_afterwards == sends_afterwards
-
-
 def precision_of(run: Finished) -> tuple[str, torch.dtype]:
     norm = next(p for name, p in run.trainer.model.named_parameters() if "norm" in name)
     return run.trainer.args.bf16, norm.dtype
 
 
-def check_max_restarts(bench: Bench) -> None:
-    def die(_: Launch, folder: RunFolder, **__: Any) -> int:
-        starts.append(folder)
-        folder.update_status(exit_code=5, error=Death("rank 1 was killed by SIGKILL").as_json())
-        return 5
-
-    args = Namespace(tb=False, json=False, verb="train", node_rank=0, nnodes=1, deepspeed=False)
-    for most in (0, 2):
-        cfg, folder = new_run(bench.home / f"restarts-{most}", bench.inputs, cluster__max_restarts=most)
-        starts: list[RunFolder] = []
-        with patch.object(launching, "follow", die):
-            launching.run_workers(Launch((), {}), folder, cfg=cfg, args=args)
-        assert len(starts) == 1 + most
-
-
-def check_launcher(bench: Bench) -> None:
-    """That the runs are real ones is in tests/launch/test_signals_launchers.py and test_ray_train.py."""
-    torchrun = "torch.distributed.run"
-    modules = {"auto": torchrun, "torchrun": torchrun, "accelerate": "accelerate.commands.launch", "ray": DRIVER}
-    for launcher, module in modules.items():
-        cfg = bench.plain.cfg.with_values({"cluster.launcher": launcher}, "test")
-        with patch.object(ray_command, "find_spec", return_value=True):
-            command = launching.build_command(cfg, bench.plain.folder, scale=Scale(2), machine=probe())
-        assert command.argv[1:3] == ("-m", module)
-
-
-def check_deepspeed(bench: Bench) -> None:
-    """A file of the user's reaches the workers, whole and without its comments."""
-    given = bench.home / "mine.json"
-    given.write_text('{"zero_optimization": {"stage": 3}, "steps_per_print": 7} // mine')
-    changes = {"cluster__deepspeed": str(given), "train__batch_size": 2}
-    config = written_config(bench.home / "deepspeed", bench.inputs, **changes)
-    cfg = size_run(with_deepspeed(load_config(config), is_asked=False), probe(), world_size=2, vocab_size=400).cfg
-    assert cfg.cluster.strategy == "zero3"
-    folder = RunFolder(bench.home / "deepspeed" / "run")
-    folder.create()
-    env = build_strategy_environment(cfg, folder, scale=Scale(2), has_gpu=False)
-    with patch("sftplay.runs.strategy_setup.prebuild_deepspeed_ops"):
-        prepare_deepspeed(cfg, folder, command=Launch(("worker",), env))
-    handed = json.loads(Path(env["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
-    assert (handed["zero_optimization"]["stage"], handed["steps_per_print"]) == (3, 7)
-    without = build_strategy_environment(
-        cfg.with_values({"cluster.deepspeed": None}, "test"), folder, scale=Scale(2), has_gpu=False
-    )
-    assert without["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
-
-
-def way(key: str, variable: str, value: Any, expected: str) -> Check:
-    """The workers' environment without and with `cluster.nccl.KEY`."""
-
-    def check(bench: Bench) -> None:
-        seen = []
-        for given in (None, value):
-            cfg = bench.plain.cfg.with_values({f"cluster.nccl.{key}": given}, "test")
-            env = nccl_environment(cfg, bench.plain.folder.logs, has_gpu=True, environ={}, interfaces=["lo"])
-            seen.append(env.get(variable))
-        assert seen == [None, expected]
-
-    return check
-
-
-def check_probe(bench: Bench) -> None:
-    gpu = Gpu(0, "NVIDIA L4", 24 * 2**30, 23 * 2**30, (8, 9))
-    machine = Machine((gpu,), "", 2**34, 2, "3.11", "Linux", {})
-    asked = []
-    for value in ("off", "auto", "auto", "always"):
-        config = written_config(bench.home / "probe", bench.inputs, train__probe=value)
-        cfg = load_config(config)
-        sized = size_run(cfg, machine, shape=known_shape(cfg))
-        place = memory_probe.ProbeTarget(machine, 1, bench.home)
-        with patch.object(memory_probe, "CACHE", bench.home / "probes"):
-            memory_probe.size_by_probe(
-                sized, place, resize=pytest.fail, run=lambda *_, value=value, **__: asked.append(value) or NOTHING
-            )
-    assert asked == ["auto", "always"]
-
-
-NOTHING = {"points": [], "accumulates": True, "out_of_memory_rows": None, "device": None}
-"""What a probe leaves that has seen nothing."""
-
-
-def check_resume(bench: Bench) -> None:
-    cfg, folder = new_run(bench.home / "resume", bench.inputs, train__save_steps=1, train__save_total_limit=3)
-    stopped = train_in(cfg, folder, StopAfter(3))
-    order = json.loads((folder.checkpoints / "checkpoint-3" / "COMPLETE.json").read_text())["order_hash"]
-    asked = {"never": None, "auto": "checkpoint-3", str(folder.checkpoints / "checkpoint-2"): "checkpoint-2"}
-    for value, expected in asked.items():
-        asking = stopped.cfg.with_values({"train.resume": value}, "test")
-        found = choose_checkpoint(asking, folder, facts={"order_hash": order})
-        assert (found and found.name) == expected
-
-
-def check_train_path(bench: Bench) -> None:
-    assert bench.build(data__train_path=bench.rows("train-5.jsonl", chats(5))).trainer.train_dataset["row"][-1] < 5
-    assert max(bench.plain.trainer.train_dataset["row"]) > 5
-
-
-def check_val_path(bench: Bench) -> None:
-    assert len(bench.plain.trainer.eval_dataset) == 12
-    assert len(bench.build(data__val_path=bench.rows("val-5.jsonl", chats(5))).trainer.eval_dataset) == 5
-
-
-def chats(count: int, words: str = "stone") -> list[Any]:
-    return [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": words}]}
-        for n in range(count)
-    ]
-
-
-def check_test_path(bench: Bench) -> None:
-    found = []
-    for count in (3, 4):
-        path = bench.rows(f"test-{count}.jsonl", chats(count))
-        cfg, folder = new_run(bench.home / f"test-path-{count}", bench.inputs, data__test_path=path)
-        (folder.path / "adapter").mkdir()
-        AutoTokenizer.from_pretrained(bench.inputs.model).save_pretrained(folder.path / "adapter")
-        found.append(len(evaluate._load_data(cfg, folder, split="test").held_out))
-    assert found == [3, 4]
-
-
-def check_format(bench: Bench) -> None:
-    rows = [{"instruction": "a", "output": "river", "prompt": "b", "completion": "stone"}] * 4
-    path = bench.rows("two-layouts.jsonl", rows)
-    tokenizer = bench.plain.trainer.processing_class
-    for layout, word in (("alpaca", "river"), ("prompt_completion", "stone")):
-        run = bench.build(data__format=layout, data__train_path=path, data__val_path=None, data__split=0)
-        text = tokenizer.decode(run.trainer.train_dataset[0]["input_ids"])
-        assert [word in text, len(text) > 20] == [True, True]
-
-
-def first_text(run: Finished) -> str:
-    text: str = run.trainer.processing_class.decode(run.trainer.train_dataset[0]["input_ids"])
-    return text
-
-
-def check_columns(bench: Bench) -> None:
-    path = bench.rows("columns.jsonl", [{"frage": "why", "antwort": "river"}] * 4)
-    columns = {"question": "frage", "answer": "antwort"}
-    run = bench.build(data__columns=columns, data__train_path=path, data__val_path=None, data__split=0)
-    assert "river<|im_end|>" in first_text(run)
-    with pytest.raises(DataError, match=r"columns\.jsonl:1"):
-        bench.build(data__train_path=path)
-
-
-def check_encoding(bench: Bench) -> None:
-    path = bench.home / "encoding.jsonl"
-    path.write_bytes(b'{"question": "why", "answer": "\xe9"}\n' * 4)
-    # Byte E9 in Python's tables of the two code pages.
-    for name, letter in (("cp1252", "é"), ("cp437", "Θ")):
-        run = bench.build(data__encoding=name, data__train_path=str(path))
-        assert f"{letter}<|im_end|>" in first_text(run)
-
-
-def check_delimiter(bench: Bench) -> None:
-    path = bench.home / "delimiter.csv"
-    path.write_text("question|answer\n" + "why, who|river\n" * 4)
-    assert "why, who<|im_end|>" in first_text(bench.build(data__delimiter="|", data__train_path=str(path)))
-    with pytest.raises(DataError, match=r"delimiter\.csv:2"):
-        bench.build(data__delimiter=",", data__train_path=str(path))
-
-
-def check_system(bench: Bench) -> None:
-    assert first_text(bench.plain).startswith("<|im_start|>user\n")
-    run = bench.build(data__system="walks under")
-    assert first_text(run).startswith("<|im_start|>system\nwalks under<|im_end|>\n<|im_start|>user\n")
-
-
-def check_duplicates(bench: Bench) -> None:
-    rows = [*chats(3), *chats(2), *chats(1, "STONE ")]
-    for policy, count in (("keep", 6), ("drop", 3)):
-        run = bench.build(data__duplicates=policy, data__train_path=bench.rows("twice.jsonl", rows))
-        assert len(set(run.trainer.train_dataset["row"])) == count
-
-
-def check_contamination(bench: Bench) -> None:
-    paths = {
-        "data__train_path": bench.rows("leak-train.jsonl", chats(6)),
-        "data__val_path": bench.rows("leak-val.jsonl", chats(2)),
-    }
-    assert set(bench.build(data__contamination="drop", **paths).trainer.train_dataset["row"]) == {2, 3, 4, 5}
-    with pytest.raises(DataError, match=r"leak-train\.jsonl:1"):
-        bench.build(data__contamination="error", **paths)
-
-
-def check_split(bench: Bench) -> None:
-    held_out = [
-        run.trainer.eval_dataset for run in (
-            bench.build(data__val_path=None, data__split=split) for split in (0, 0.2, 0.5)
-        )
-    ]  # fmt: skip
-    assert held_out[0] is None
-    assert 4 < len(held_out[1]) < 25 < len(held_out[2]) < 48
-
-
-def check_template(bench: Bench) -> None:
-    own = bench.home / "own.jinja"
-    own.write_text(
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}"
-        "{% endgeneration %}{% else %}{{ m['role'] + '#' + m['content'] + '#' }}{% endif %}{% endfor %}"
-    )
-    tokenizer = bench.plain.trainer.processing_class
-    for template, start in (("auto", "<|im_start|>"), (str(own), "user#")):
-        run = bench.build(data__template=template)
-        assert tokenizer.decode(run.trainer.train_dataset[0]["input_ids"]).startswith(start)
-        assert run.trainer.processing_class.chat_template.startswith("{% for m in messages %}")
-
-
-def check_bad_rows(bench: Bench) -> None:
-    path = bench.rows("bad.jsonl", [*chats(6), {"nonsense": 1}])
-    assert len(set(bench.build(data__train_path=path, data__on_bad_row="skip").trainer.train_dataset["row"])) == 6
-    with pytest.raises(DataError, match=r"bad\.jsonl:7"):
-        bench.build(data__train_path=path, data__on_bad_row="error")
-
-
-def check_too_long(bench: Bench) -> None:
-    path = bench.rows("long.jsonl", [*chats(6), *chats(1, "river stone " * 99)])
-    kept = {}
-    for policy in ("truncate", "drop"):
-        run = bench.build(data__train_path=path, data__too_long=policy)
-        kept[policy] = (len(set(run.trainer.train_dataset["row"])), longest(run) == 128)
-    assert kept == {"truncate": (7, True), "drop": (6, False)}
-    with pytest.raises(DataError, match=r"long\.jsonl:7 has [0-9,]+ tokens"):
-        bench.build(data__train_path=path, data__too_long="error")
-
-
-def check_stride(bench: Bench) -> None:
-    documents = HeldOut(documents={"domain": [Document([3 + n % 390 for n in range(200)], 200)]})
-    strides = {}
-    for stride in (None, 100):
-        cfg = bench.plain.cfg.with_values({"eval.stride": stride}, "test")
-        path = bench.home / f"stride-{stride}" / "after.json"
-        trainer = bench.plain.trainer
-        found = measure_sources(trainer.model, documents, tokenizer=trainer.processing_class, cfg=cfg, path=path)
-        strides[found["stride"]] = json.loads(path.read_text())["loss"]
-    assert set(strides) == {64, 100}  # the window has 128 tokens
-    assert strides[64] != pytest.approx(strides[100], rel=1e-6)
-
-
-def mixture(bench: Bench, *, others: dict[str, Any] | None = None, **keys: Any) -> MixtureRows:
-    """A mixture of six documents and six chats; `others` are keys of its sources, as `domain.weight`."""
-    documents = [{"text": f"{n} " + "river stone " * 40} for n in range(6)]
-    listed = [
-        {"name": "domain", "path": bench.rows("documents.jsonl", documents), "type": "cpt", "split": 0.0},
-        {"name": "chat", "path": bench.rows("chats.jsonl", chats(6)), "type": "chat", "split": 0.0},
-    ]
-    for dotted, value in (others or {}).items():
-        name, key = dotted.split(".")
-        next(entry for entry in listed if entry["name"] == name)[key] = value
-    given = {"task_mode": "cpt_mixed", "datasets": listed, "data__train_path": None, "data__val_path": None}
-    home = bench.home / f"mixture-{next(bench.numbers)}"
-    cfg = load_config(written_config(home, bench.inputs, **given, **{"train__max_steps": None, **keys}))
-    return load_mixture(cfg, AutoTokenizer.from_pretrained(bench.inputs.model))
-
-
-def check_sources(bench: Bench) -> None:
-    plain = mixture(bench)
-    assert [source.name for source in plain.sources] == ["domain", "chat"]
-    named = mixture(bench, others={"chat.path": bench.rows("two.jsonl", chats(2)), "chat.name": "talk"})
-    assert [source.name for source in named.sources] == ["domain", "talk"]
-    assert [each.report["sources"][name]["documents"] for each, name in ((plain, "chat"), (named, "talk"))] == [6, 2]
-
-
-def check_type(bench: Bench) -> None:
-    texts = bench.rows("texts.jsonl", [{"text": "river stone"}])
-    kinds = [mixture(bench, others=each).sources[1].kind for each in ({}, {"chat.type": "cpt", "chat.path": texts})]
-    assert kinds == ["chat", "cpt"]
-
-
-def check_weight(bench: Bench) -> None:
-    found = [mixture(bench, others={"domain.weight": weight}).report["sources"]["domain"] for weight in (1.0, 3.0)]
-    assert [each["planned_share"] for each in found] == [0.5, 0.75]
-
-
-def check_held_out(bench: Bench) -> None:
-    held_out = {}
-    for key, value in (("split", 0.3), ("val_path", bench.rows("val.jsonl", [{"text": "a"}] * 3))):
-        found = mixture(bench, others={"domain.split": None, f"domain.{key}": value})
-        held_out[key] = found.report["sources"]["domain"]["held_out"]["documents"]
-    assert held_out["val_path"] == 3
-    assert held_out["split"] not in (0, 3)
-
-
-def check_block_size(bench: Bench) -> None:
-    rows = mixture(bench, cpt__block_size=32).train
-    assert max(len(rows[n]["input_ids"]) for n in range(len(rows))) == 32
-
-
-def check_cross_document(bench: Bench) -> None:
-    restarts = {}
-    for crosses in (False, True):
-        rows = mixture(bench, cpt__cross_document=crosses).train
-        texts = [rows[n] for n in range(len(rows)) if rows[n]["source"] == 0]
-        restarts[crosses] = sum(int((row["position_ids"] == 0).sum()) - 1 for row in texts)
-    assert restarts[False] > restarts[True] == 0
-
-
-def check_unit(bench: Bench) -> None:
-    units = ("trainable_tokens", "examples")
-    planned = [mixture(bench, cpt__weights_of=unit).report["sources"]["chat"]["planned_rows"] for unit in units]
-    assert planned[0] > planned[1]
-
-
-def check_on_source_end(bench: Bench) -> None:
-    repeat, stop = (mixture(bench, cpt__on_source_end=policy, train__epochs=9.0).steps for policy in ("repeat", "stop"))
-    assert stop < repeat
-
-
-def check_train_tokens(bench: Bench) -> None:
-    assert [mixture(bench, cpt__train_tokens=tokens).steps for tokens in (8 * 127, 8 * 127 + 1)] == [1, 2]
-
-
-def check_processed_dir(bench: Bench) -> None:
-    for name in ("here", "there"):
-        bench.build(data__processed_dir=str(bench.home / name))
-        assert list((bench.home / name).rglob("train.arrow"))
-
-
-@pytest.fixture(scope="module")
-def measured(bench: Bench) -> dict[str, Any]:
-    """A run that measures before and after in a way of its own, one after as usual, and all batches they answered:
-    prompts, and tokens of the longest answer."""
-    batches: list[tuple[int, int]] = []
-    real = Generator.generate
-
-    def generate(self: Generator, ids: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        out = real(self, ids, *rest, **named)
-        batches.append((len(ids), out.shape[1] - ids.shape[1]))
-        return out
-
-    with patch.object(Generator, "generate", generate):
-        run = train(
-            bench.home / "measured", bench.inputs, train__max_steps=1, eval__before=True, eval__after=True,
-            eval__limit=5, eval__max_new_tokens=3, eval__batch_size=2, eval__metrics=["rouge_l", "chrf"],
-        )  # fmt: skip
-        usual = train(
-            bench.home / "usual", bench.inputs, train__max_steps=1, eval__after=True, eval__limit=None,
-            eval__max_new_tokens=9, logging__row_ids=False, rewards=REWARDS,
-        )  # fmt: skip
-    return {"run": run, "usual": usual, "batches": batches}
-
-
-def figures(run: Finished, name: str = "after") -> dict[str, Any]:
-    return json.loads((run.folder.eval / f"{name}.json").read_text())
-
-
-REWARDS: list[dict[str, Any]] = [
-    {"name": "any", "use": "regex", "options": {"pattern": "(?s).*"}, "deadline": HANG_S},
-    {"name": "none", "use": "regex", "options": {"pattern": "(?!)"}, "deadline": HANG_S},
-]
-"""They differ in their pattern."""
-
-
-def rewards_of(run: Finished) -> dict[str, set[Any]]:
-    """Name of a reward -> the values it gave to the answers after the run."""
-    lines = (run.folder.eval / "after.jsonl").read_text().splitlines()
-    rows = [json.loads(line).get("rewards", {}) for line in lines]
-    return {name: {row[name] for row in rows} for name in rows[0]}
-
-
-MEASURED: dict[str, Callable[[Finished, Finished, list[tuple[int, int]]], bool]] = {
-    "eval.before": lambda run, usual, _: (
-        (run.folder.eval / "before.json").exists() and not (usual.folder.eval / "before.json").exists()
-    ),
-    "eval.after": lambda run, _usual, _b: (run.folder.eval / "after.json").exists(),
-    "eval.limit": lambda run, usual, _: (figures(run)["n"], figures(usual)["n"]) == (5, 12),
-    "eval.max_new_tokens": lambda _r, _u, batches: [tokens for _, tokens in batches] == [3] * 6 + [9],
-    "eval.batch_size": lambda _r, _u, batches: [rows for rows, _ in batches] == [2, 2, 1, 2, 2, 1, 12],
-    "eval.metrics": lambda run, usual, _: (
-        (list(figures(run))[3:], list(figures(usual))[3:4]) == (["rouge_l", "chrf"], ["exact_match"])
-    ),
-    "rewards.name": lambda run, usual, _: (rewards_of(run).keys(), set(rewards_of(usual))) == (set(), {"any", "none"}),
-    "rewards.use": lambda _r, usual, _b: rewards_of(usual)["any"] == {1.0} and "reward/any" in figures(usual),
-    "rewards.options": lambda _r, usual, _b: rewards_of(usual)["none"] == {0.0},
-    "logging.row_ids": lambda run, usual, _: (
-        ("row_ids" in run.metrics[0], "row_ids" in usual.metrics[0]) == (True, False)
-    ),
+NCCL: dict[str, tuple[Any, str, str]] = {
+    "socket_ifname": ("lo", "GLOO_SOCKET_IFNAME", "lo"),
+    "debug": ("INFO", "NCCL_DEBUG", "INFO"),
+    "ib_disable": (True, "NCCL_IB_DISABLE", "1"),
+    "ib_hca": ("mlx5_0", "NCCL_IB_HCA", "mlx5_0"),
+    "ib_gid_index": (3, "NCCL_IB_GID_INDEX", "3"),
+    "p2p_disable": (True, "NCCL_P2P_DISABLE", "1"),
+    "shm_disable": (True, "NCCL_SHM_DISABLE", "1"),
+    "flight_recorder": (500, "TORCH_FR_BUFFER_SIZE", "500"),
 }
-"""Keys whose effect is a file a run leaves: what must hold of the two measured runs and the batches answered."""
+"""Key of `cluster.nccl`, a value, and what the workers' environment has for it."""
+
+
+def check_nccl(bench: Bench) -> None:
+    for values in ({}, {f"cluster.nccl.{key}": value for key, (value, _, _) in NCCL.items()}):
+        cfg = bench.plain.cfg.with_values(values, "test")
+        env = nccl_environment(cfg, bench.plain.folder.logs, has_gpu=True, environ={}, interfaces=["lo"])
+        for _, variable, text in NCCL.values():
+            assert env.get(variable) == (text if values else None)
 
 
 def of_trl(key: str, name: str, expected: dict[Any, Any], others: dict[str, Any]) -> Check:
@@ -836,57 +310,6 @@ OF_GRPO: dict[str, Check] = {
 }
 
 
-def check_weight_of_reward(_: Bench) -> None:
-    rewards = [{"name": "all", "use": "regex", "options": {"pattern": ".*"}, "weight": 0.5, "deadline": HANG_S}]
-    with RewardSet(RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": rewards})) as opened:
-        assert combined(opened.score(["a"], {}), opened.weights) == [0.5]
-
-
-def check_deadline(bench: Bench) -> None:
-    (bench.home / "never.py").write_text("def ends(completions, **_):\n    while True: pass\n")
-    never = f"{bench.home}/never.py:ends"
-    rewards = [{"name": f"r{n}", "use": never, "deadline": deadline} for n, deadline in enumerate((0.05, 0.1))]
-    with RewardSet(RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": rewards})) as opened:
-        found = opened.score(["a"], {}).by_name.values()
-    assert [scores.reasons for scores in found] == [["took longer than 0.05 s"], ["took longer than 0.1 s"]]
-
-
-def check_judges(_: Bench) -> None:
-    values = (None, "content", "form")
-    rewards = [RewardConfig(name="own", use=use, judges=each) for use in ("own.py:f", "regex") for each in values]
-    assert [judges_form(reward) for reward in rewards] == [False, False, True, True, False, True]
-
-
-CODE = {"name": "code", "use": "code_tests", "deadline": HANG_S}
-
-
-def check_packages(_: Bench) -> None:
-    answer, tests = "```python\nimport yaml\ndef f(): return yaml.safe_load('3')\n```", {"tests": [["assert f() == 3"]]}
-    for packages, expected in (([], 0.0), (["yaml"], 1.0)):
-        content = {
-            "model": {"name": "builtin:tiny"}, "rewards": [CODE],
-            "sandbox": {**PATIENT_BOX, "executor": "none", "packages": packages},
-        }  # fmt: skip
-        with RewardSet(RunConfig.model_validate(content)) as opened:
-            assert opened.score([answer], tests).by_name["code"].values == [expected]
-
-
-def check_sandbox(_: Bench) -> None:
-    """A program that never ends, and one that takes 200 MiB, with limits that end them and with others."""
-    loops, greedy = "def f(x):\n    while True: pass", "def f(x): return x + 0 * len(bytearray(200 << 20))"
-    hasty, small = {"timeout": 0.35, "test_timeout": 0.25}, {**PATIENT_BOX, "memory": "128MiB"}
-    for program, box, expected in ((loops, hasty, "timeout"), (greedy, PATIENT_BOX, "ok"), (greedy, small, "memory")):
-        content = {"model": {"name": "builtin:tiny"}, "rewards": [CODE], "sandbox": {"executor": "none", **box}}
-        with RewardSet(RunConfig.model_validate(content)) as opened:
-            assert opened.sandbox is not None
-            assert opened.executor == "none"
-            with patch.object(opened.sandbox, "_judge", wraps=opened.sandbox._judge) as judge:
-                scored = opened.score([f"```python\n{program}\n```"], {"tests": [["assert f(1) == 1"]]})
-        (asked,) = [call.args[0].limits for call in judge.call_args_list]
-        assert (asked.timeout_s, asked.test_timeout_s) == (box["timeout"], box["test_timeout"])
-        assert [verdict["per_test"] for verdict in scored.verdicts if verdict] == [[expected]]
-
-
 EACH: dict[str, tuple[Any, ...]] = {
     "tuning.mode": (kind_of_training, {"full": (False, False), "lora": (True, False), "qlora": (True, True)}),
     "tuning.quant_type": (
@@ -944,23 +367,15 @@ EACH: dict[str, tuple[Any, ...]] = {
 
 TABLE: dict[str, Check] = {
     **{key: each(key, *row) for key, row in EACH.items()},
+    **{f"cluster.nccl.{key}": check_nccl for key in NCCL},
     **{f"grpo.{key}": check for key, check in OF_GRPO.items()},
     **{f"score.{key}": check for key, check in OF_SCORE.items()},
     **{f"hrm.{key}": check for key, check in OF_HRM.items()},
-    "task_mode": check_task_mode,
     "run_name": check_place,
     "output_dir": check_place,
     "seed": check_seed,
-    "model.name": check_model_name,
-    "model.revision": told("revision", "model.revision", "v2", [None, None], ["v2", "v2"]),
     "model.max_seq_len": pair(longest, 63, 40),
-    "model.trust_remote_code": told("trust_remote_code", "model.trust_remote_code", True, [False, False], [True, True]),
-    "model.allow_pickle": told("use_safetensors", "model.allow_pickle", True, [None, True], [None, None]),
-    "model.adapter": check_adapter,
-    "model.merge_adapter": check_adapter,
     "model.attn": pair(lambda run: run.trainer.model.config._attn_implementation, "sdpa", "eager"),
-    "tuning.backend": check_backend,
-    "tuning.new_tokens.path": check_new_tokens,
     "tuning.lora.r": pair(lambda run: adapted(run).lora_A["default"].weight.shape[0], 4, 3),
     "tuning.lora.alpha": pair(lambda run: adapted(run).lora_alpha["default"], 8, 12.0),
     "tuning.lora.dropout": pair(lambda run: getattr(adapted(run).lora_dropout["default"], "p", 0.0), 0.0, 0.25),
@@ -983,7 +398,6 @@ TABLE: dict[str, Check] = {
     "train.weight_decay": pair(lambda run: group(run)["weight_decay"], 0.0, 0.3),
     "train.max_grad_norm": pair(arg("max_grad_norm"), 1.0, 0.7),
     "train.effective_batch_size": pair(lambda run: len(window(run)["row"]), 8, 12),
-    "train.probe": check_probe,
     "train.gradient_checkpointing": pair(arg("gradient_checkpointing"), False, True),
     "train.packing": pair(lambda run: "position_ids" in micro_batches(run)[0], False, True),
     "train.loss_head": pair(lambda run: run.trainer.label_head is None, False, True),
@@ -993,62 +407,76 @@ TABLE: dict[str, Check] = {
     "train.save_steps": pair(arg("save_steps"), 9, 4),
     "train.save_total_limit": pair(lambda run: callback(run, MarkComplete.__name__).limit, 2, 5),
     "train.early_stopping": pair(patience, None, 3),
-    "train.resume": check_resume,
     "train.dataloader_num_workers": pair(lambda run: run.trainer.get_train_dataloader().num_workers, 0, 1),
     "train.dataloader_pin_memory": pair(pins_memory, False, True),
     "train.extra": pair(arg("torch_empty_cache_steps"), None, 9),
-    "datasets.name": check_sources,
-    "datasets.path": check_sources,
-    "datasets.type": check_type,
-    "datasets.weight": check_weight,
-    "datasets.val_path": check_held_out,
-    "datasets.split": check_held_out,
-    "cpt.block_size": check_block_size,
-    "cpt.cross_document": check_cross_document,
-    "cpt.weights_of": check_unit,
-    "cpt.on_source_end": check_on_source_end,
-    "cpt.train_tokens": check_train_tokens,
-    "cluster.comm.hook": check_hook,
-    "cluster.comm.bucket_cap_mb": check_ddp_keys,
-    "cluster.comm.static_graph": check_ddp_keys,
-    "rewards.deadline": check_deadline,
-    "rewards.weight": check_weight_of_reward,
-    "rewards.judges": check_judges,
-    "sandbox.executor": check_sandbox,
-    "sandbox.timeout": check_sandbox,
-    "sandbox.test_timeout": check_sandbox,
-    "sandbox.memory": check_sandbox,
-    "sandbox.packages": check_packages,
-    "data.train_path": check_train_path,
-    "data.val_path": check_val_path,
-    "data.test_path": check_test_path,
-    "data.format": check_format,
-    "data.columns": check_columns,
-    "data.encoding": check_encoding,
-    "data.delimiter": check_delimiter,
-    "data.system": check_system,
-    "data.duplicates": check_duplicates,
-    "data.contamination": check_contamination,
-    "data.split": check_split,
-    "data.template": check_template,
-    "data.on_bad_row": check_bad_rows,
-    "data.too_long": check_too_long,
-    "data.processed_dir": check_processed_dir,
-    "eval.stride": check_stride,
     "logging.backend": pair(lambda run: callback(run, "TensorBoardCallback") is not None, False, True),
     "logging.steps": pair(arg("logging_steps"), 1, 3),
-    "cluster.deepspeed": check_deepspeed,
-    "cluster.max_restarts": check_max_restarts,
-    "cluster.nccl.socket_ifname": way("socket_ifname", "GLOO_SOCKET_IFNAME", "lo", "lo"),
-    "cluster.nccl.debug": way("debug", "NCCL_DEBUG", "INFO", "INFO"),
-    "cluster.nccl.ib_disable": way("ib_disable", "NCCL_IB_DISABLE", True, "1"),
-    "cluster.nccl.ib_hca": way("ib_hca", "NCCL_IB_HCA", "mlx5_0", "mlx5_0"),
-    "cluster.nccl.ib_gid_index": way("ib_gid_index", "NCCL_IB_GID_INDEX", 3, "3"),
-    "cluster.nccl.p2p_disable": way("p2p_disable", "NCCL_P2P_DISABLE", True, "1"),
-    "cluster.nccl.shm_disable": way("shm_disable", "NCCL_SHM_DISABLE", True, "1"),
-    "cluster.nccl.flight_recorder": way("flight_recorder", "TORCH_FR_BUFFER_SIZE", 500, "500"),
-    "cluster.launcher": check_launcher,
 }
+
+SHOWN_IN = (
+    ("data/test_pipeline.py", "data", "val_path columns split too_long on_bad_row"),
+    ("data/test_policies.py", "data", "system duplicates contamination"),
+    ("data/test_layouts.py", "data", "format"),
+    ("data/test_sources.py", "data", "encoding delimiter"),
+    ("data/test_masks.py", "data", "template"),
+    ("data/test_cache.py", "data", "processed_dir"),
+    ("data/mix/test_load_mixture.py", "datasets", "weight split"),
+    ("data/mix/test_load_mixture.py", "cpt", "cross_document weights_of on_source_end train_tokens"),
+    ("data/mix/test_store.py", "datasets", "name path type val_path"),
+    ("evaluate/test_eval_commands.py", "data", "test_path"),
+    ("evaluate/test_measuring.py", "eval", "limit metrics"),
+    ("evaluate/test_perplexity.py", "eval", "stride"),
+    ("generate/test_batch.py", "eval", "max_new_tokens batch_size"),
+    ("launch/test_deepspeed_json.py", "cluster", "deepspeed"),
+    ("launch/test_launchers.py", "cluster", "launcher"),
+    ("launch/test_restarts.py", "cluster", "max_restarts"),
+    ("model/test_downloads.py", "model", "revision"),
+    ("model/test_load.py", "model", "trust_remote_code allow_pickle"),
+    ("model/test_new_tokens.py", "tuning.new_tokens", "count min_count path"),
+    ("plan/test_backend.py", "tuning", "backend"),
+    ("reward/test_check.py", "rewards", "judges weight"),
+    ("reward/test_reward_set.py", "rewards", "name use options deadline"),
+    ("reward/test_reward_set.py", "sandbox", "executor timeout test_timeout memory"),
+    ("runs/test_memory_probe.py", "train", "probe"),
+    ("sandbox/test_pool.py", "sandbox", "packages"),
+    ("tasks/test_cpt.py", "", "task_mode"),
+    ("tasks/test_cpt.py", "cpt", "block_size"),
+    ("tasks/test_cpt.py", "data", "train_path"),
+    ("tasks/test_resume.py", "train", "resume"),
+    ("tasks/test_sft.py", "eval", "before after"),
+    ("tasks/test_start_from_adapter.py", "model", "name adapter merge_adapter"),
+    ("train/test_gradient_sync.py", "cluster.comm", "hook bucket_cap_mb static_graph"),
+    ("train/test_metrics.py", "logging", "row_ids"),
+    ("tasks/hrm/test_act.py", "hrm", "grad halt_exploration loss_precision"),
+    ("tasks/hrm/test_puzzle_losses.py", "hrm", "loss"),
+    ("tasks/hrm/test_puzzle_launched.py", "hrm", "puzzle_emb_placement ema"),
+    ("tasks/hrm/test_puzzle_measuring.py", "hrm", "eval_halt n_supervision"),
+    (
+        "tasks/hrm/test_puzzle_model.py",
+        "hrm",
+        "arch hidden_size num_heads expansion h_layers l_layers h_cycles "
+        "l_cycles positions q_continue puzzle_emb_dim puzzle_emb_len",
+    ),
+    ("tasks/hrm/test_puzzle_runs.py", "hrm", "stop_at_exact optim compile"),
+    ("plan/test_puzzle_memory.py", "hrm", "epochs"),
+    ("plan/test_layout.py", "score.devices", "solver guide value critic target_critic ref"),
+    ("tasks/score/test_episodes.py", "score.prompts", "solve guide revise"),
+    ("tasks/score/test_episodes.py", "score", "generation_rows"),
+    ("tasks/score/test_placements.py", "score", "placement"),
+    ("tasks/score/test_rollout_batch.py", "score", "guidance_warmup epsilon beta_guide"),
+    ("tasks/score/test_score_evaluation.py", "score", "kl1_max"),
+    (
+        "tasks/score/test_score_runs.py",
+        "score",
+        "guidance stage1_steps steps_per_generation num_iterations "
+        "eval_temperature eval_samples min_hint_gain samples value",
+    ),
+    ("tasks/score/test_score_runs.py", "score.critic", "width"),
+    ("tasks/score/test_score_update.py", "score", "kl value_flow"),
+    ("tasks/score/test_value.py", "score.critic", "tau"),
+)
+"""A file of tests, a section, and the keys of it whose effect the file shows."""
 
 
 @pytest.fixture(scope="module")
@@ -1059,21 +487,14 @@ def bench(tiny_llama: Path, chat_rows: Path, held_out_rows: Path, tmp_path_facto
     return Bench(home, inputs, built(home / "plain", inputs), built(home / "changed", inputs, **changes))
 
 
-def test_every_key_of_the_config_has_a_row():
-    assert sorted(all_keys()) == sorted({*TABLE, *MEASURED})
-    assert not TABLE.keys() & MEASURED.keys()
-
-
 @pytest.mark.parametrize("key", TABLE)
 def test_key_changes_what_is_really_used(key: str, bench: Bench):
     TABLE[key](bench)
 
 
-@pytest.mark.parametrize("key", MEASURED)
-def test_key_changes_what_a_run_leaves(key: str, measured: dict[str, Any]):
-    assert MEASURED[key](measured["run"], measured["usual"], measured["batches"])
-
-
-def test_run_leaves_no_measurement_that_was_not_asked_for(bench: Bench):
-    run = train(bench.home / "unmeasured", bench.inputs, train__max_steps=1)
-    assert not list(run.folder.eval.glob("before*")) + list(run.folder.eval.glob("after*"))
+def test_every_key_of_the_config_has_its_effect_shown_here_or_in_another_file():
+    elsewhere = [f"{section}.{name}".lstrip(".") for _, section, names in SHOWN_IN for name in names.split()]
+    assert sorted(all_keys()) == sorted([*TABLE, *elsewhere])
+    for file, _, names in SHOWN_IN:
+        text = (Path(__file__).parent / file).read_text()
+        assert [name for name in names.split() if name not in text] == [], file

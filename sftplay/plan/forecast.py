@@ -33,7 +33,7 @@ USABLE_SHARE = 0.92
 CONTEXT_BYTES = {(7, 0): int(0.4 * GIB), (7, 5): int(0.14 * GIB), (8, 0): int(0.45 * GIB), (9, 0): int(0.75 * GIB)}
 """A CUDA context with torch's kernels, from this compute capability on: 0.14 GiB over 79 runs on a T4 (fitcheck's
 public table); 0.3 to 0.4 GiB on a V100 (pytorch #20532), 320 MB of it without torch (pytorch #28394, on a Titan V,
-which has the same chip); 0.74 and 0.75 GiB on an H200 (docs/benchmarks.md); 0.45 GiB assumed on Ampere (not measured)."""
+which has the same chip); 0.75 GiB on an H200 (docs/benchmarks.md); 0.45 GiB assumed on Ampere (not measured)."""
 
 NCCL_BYTES = int(0.5 * GIB)  # communicators of one process group: between 0.3 and 1 GiB (assumed, not measured)
 

@@ -100,14 +100,6 @@ def test_each_source_has_curves_of_its_losses_and_its_share(folder: RunFolder):
     assert "Share of each source" in text_of(folder)
 
 
-def test_more_sources_than_a_chart_has_colours_make_another_chart(tmp_path: Path):
-    folder = write_run(tmp_path / "run", after=side(2.0, 1.0))
-    line = {"step": 1, "sources": {f"s{n}": {"share": 0.1} for n in range(30)}}
-    write_text(folder.metrics, json.dumps(line) + "\n")
-    shares = [curves for title, _, curves in plan(RunFiles(folder)) if title.startswith("Share")]
-    assert [len(curves) for curves in shares] == [4, 4, 4]  # twelve sources are kept
-
-
 def test_the_page_shows_perplexity_before_and_after_and_what_was_forgotten(folder: RunFolder):
     text = text_of(folder).replace("\u00a0", " ")
     assert "domain 3 9,000 8 4 −4 better 1.5 1 −0.5 better" in text
@@ -133,17 +125,6 @@ def test_perplexity_of_an_extended_tokenizer_is_marked_and_not_judged(tmp_path: 
     assert "not comparable" in text_of(folder)
     assert "note: The tokenizer is another one after training" in sentences(folder)
     assert "held-out loss got worse" not in sentences(folder).lower()
-
-
-@pytest.mark.parametrize(
-    "content", ["[]", '{"sources": 3, "anchor": {"chat": [1]}}', '{"window": {}, "sources": {"a": 1}}']
-)
-def test_whatever_the_table_of_perplexity_holds_there_is_a_page(folder: RunFolder, content: str):
-    write_text(folder.eval / "perplexity.json", content)
-    line = {"step": 40, "sources": {"<b>x": {"share": "a lot", "loss": []}, "y": 3}, "source_losses": 7}
-    write_text(folder.metrics, json.dumps(line) + "\n")
-    assert "<b>x" not in write_report(folder).read_text(encoding="utf-8")
-    assert comparison_table(compare_runs(folder, folder))
 
 
 def test_two_runs_are_compared_source_by_source(tmp_path: Path, folder: RunFolder):

@@ -86,7 +86,3 @@ def test_a_broken_file_of_answers_leaves_the_curve(folder: RunFolder, content: s
     assert not shown["grids"]
     assert len(shown["charts"]) == 2
     assert render(RunFiles(folder))
-
-
-def test_a_run_without_puzzles_has_no_such_section(tmp_path: Path):
-    assert build_sections(RunFiles(RunFolder(tmp_path))) == []

@@ -87,14 +87,6 @@ def test_rewards_have_charts_of_their_own_with_the_held_out_prompts_as_dots(run:
     assert not {curve.key for chart in others for curve in chart.curves} & {"reward", "reward/tests"}
 
 
-def test_the_first_and_the_last_measurement_stand_for_before_and_after(run: RunFiles):
-    assert (run.evals["before"]["pass"], run.evals["after"]["pass"]) == (0.25, 0.75)
-    page = render(run)
-    assert "at 0" in page
-    assert "at 20" in page
-    assert "at 10" not in page
-
-
 def test_the_page_shows_what_was_tried_and_why_it_was_paid(run: RunFiles):
     _, (_, answers) = try_blocks(run)
     assert [title.split(",")[0] for title, _ in answers] == ["Step 1"] * 2 + ["Step 10"] * 2 + ["Step 20"] * 2
@@ -142,12 +134,3 @@ def test_samples_that_cannot_be_read_are_left_out(folder: RunFolder, junk: str):
     run = RunFiles(folder)
     assert learned_table(run) is not None
     assert render(run)
-
-
-def test_a_run_without_rewards_has_none_of_it(folder: RunFolder):
-    for path in [*(folder.path / "samples").iterdir(), *folder.eval.iterdir()]:
-        path.unlink()
-    folder.metrics.write_text('{"step": 1, "loss": 2.0}\n')
-    run = RunFiles(folder)
-    assert (learned_table(run), try_blocks(run), draw(run, plan(run))) == (None, [], [])
-    assert 'id="tries"' not in render(run)

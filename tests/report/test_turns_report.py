@@ -107,7 +107,3 @@ def test_the_page_shows_both_turns_once_and_takes_no_episode_for_a_completion(fo
     assert '<h2 id="answers">' not in page
     assert ">hints<" not in page.lower()
     assert page.count("What the second turn changes") >= 1
-
-
-def test_a_run_of_another_task_has_no_such_part(tmp_path: Path):
-    assert build_sections(RunFiles(RunFolder(tmp_path))) == []

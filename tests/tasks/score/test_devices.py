@@ -12,7 +12,6 @@ from oracle.gpu_kernels import replaced
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from sftplay.tasks.score import losses
@@ -55,18 +54,6 @@ class TwoDevices(TorchFunctionMode):
         if isinstance(wanted, str | torch.device) and torch.device(wanted).type != args[0].device.type:
             return Crossing.apply(args[0], wanted)
         return func(*args, **kwargs)
-
-
-class CopiesOnCpu(TorchDispatchMode):
-    """Counts the copies of weights that torch makes on the CPU."""
-
-    n = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        is_copy = func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
-        self.n += is_copy and made.device.type == "cpu" and made.dim() == 2
-        return made
 
 
 def make_model(*, adapts: bool) -> Any:
@@ -128,13 +115,3 @@ def check(role_models: RoleModels, layout: Layout) -> None:
     soft_update(role_models.target_critic, role_models.critic, tau=0.1)
     for name, part in role_models.trainable.items():
         assert all(p.grad is not None and p.grad.device == p.device for p in part if "lora_A" not in name), name
-
-
-def test_a_copy_for_another_device_is_never_made_on_the_models_own():
-    model = make_model(adapts=False)
-    with CopiesOnCpu() as copies:
-        role_models = RoleModels(
-            model, has_guide=True, guide_learns=True, has_value=False, layout=LAYOUTS["guide elsewhere"]
-        )
-    assert copies.n == 0
-    assert {p.device.type for p in role_models.models["guide"].parameters()} == {"meta"}

@@ -102,15 +102,6 @@ def test_a_sample_depends_on_its_number_alone_and_its_probability_is_the_models(
     assert [action.log_probs for action in sample([0, 1, 2], temperature=0.0)] == [[], [], []]
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [([0, 0, 1, 1], [0, 1, 0, 1]), ([1, 1, 1], [1, 1, 1]), ([0, 1, 0, 0, 1], [1, 1, 1, 0, 0])]
-)
-def test_what_was_fixed_less_what_was_broken_is_the_gain(first, second):
-    figures = compute_turn_figures([bool(each) for each in first], [bool(each) for each in second])
-    assert figures["delta"] == pytest.approx(figures["i2c"] - figures["c2i"])
-    assert figures["delta"] == pytest.approx(figures["acc_t2"] - figures["acc_t1"])
-
-
 def test_conditional_rates_are_over_the_answers_they_are_about():
     figures = compute_turn_figures([False, False, False, True], [True, False, False, False])
     assert figures["fix_rate"] == pytest.approx(1 / 3)

@@ -52,8 +52,3 @@ def test_a_right_answer_that_was_cut_off_is_worth_nothing_and_is_counted(reward_
     said = describe(results)
     assert (said["acc_t2"], said["reward_t2"], said["i2c"]) == (0.5, 0.5, 0.5)
     assert said["truncated"] == 0.25  # one of four answers
-
-
-def test_leaks_are_counted(reward_scorer: RewardScorer):
-    episodes = [episode(row, leaks=row % 4 == 0) for row in range(8)]
-    assert describe(reward_scorer.score(episodes, heartbeat=Heartbeat()))["hint_leak"] == 0.25

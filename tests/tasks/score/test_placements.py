@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import signal
 from pathlib import Path
 
@@ -11,14 +10,11 @@ import torch
 from in_process import Finished, StopAfter, assert_same_course, new_run, stop_and_resume, train, train_in
 from score_run import score_options
 from small_run import Inputs
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from untimed_metrics import untimed
-
-from sftplay import cli
 
 pytestmark = pytest.mark.slow
 
-PROBLEMS = [f"{a}+{b}=" for a in range(5) for b in range(0, 5, 2)]
 SMALL = {"train__max_steps": 2, "score__stage1_steps": 1, "score__stage2_steps": 1, "train__eval_steps": 2}
 FULL = {"tuning__mode": "full", "train__gradient_checkpointing": True, **SMALL}
 
@@ -86,44 +82,5 @@ def test_all_weights_of_both_models_train_and_the_reference_stays_what_they_bega
     assert (whole.folder.eval / "after.json").is_file()
 
 
-def test_with_all_weights_it_is_the_same_whether_both_models_are_laid_out_by_role_or_not(
-    whole: Finished, warm_inputs: Inputs, tmp_path: Path
-):
-    assert_same(whole, train(tmp_path, warm_inputs, **score_options(**FULL, score__placement="roles")))
-
-
 def test_two_whole_models_resume_bit_for_bit(whole: Finished, warm_inputs: Inputs, tmp_path: Path):
     assert_same_course(stop_and_resume(tmp_path, warm_inputs, 1, **score_options(**FULL)), whole)
-
-
-@pytest.mark.usefixtures("verbs_environment")
-def test_a_problem_that_is_typed_to_two_whole_models_gets_the_guides_own_hint(
-    whole: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    result = whole.folder.result
-    assert result is not None
-    models = {role: AutoModelForCausalLM.from_pretrained(path) for role, path in
-              (("solver", result), ("guide", result / "guide"))}  # fmt: skip
-    tokenizer = AutoTokenizer.from_pretrained(result)
-
-    def says(role: str, text: str) -> str:
-        given = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-        out = models[role].generate(
-            input_ids=given["input_ids"], attention_mask=given["attention_mask"], do_sample=False, max_new_tokens=2
-        )
-        return str(tokenizer.decode(out[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
-
-    shown, other = "", ""
-    for problem in PROBLEMS:
-        first = says("solver", problem)
-        for role in ("guide", "solver"):
-            hint = says(role, f"{problem}{first}?")
-            second = says("solver", f"{problem}{first}?{hint}>")
-            episode = f"[first answer]\n{first}\n[hint]\n{hint}\n[second answer]\n{second}\n"
-            shown, other = (shown + episode, other) if role == "guide" else (shown, other + episode)
-    assert shown != other  # so that the solver in the guide's place would be seen
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(PROBLEMS) + "\n"))
-    capsys.readouterr()
-    config = whole.folder.path.parents[1] / "run.yaml"
-    assert cli.main(["infer", "--config", str(config), "--temperature", "0"]) == 0
-    assert shown in capsys.readouterr().out

@@ -16,9 +16,8 @@ from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.reward.table import RewardValues
-from sftplay.tasks.score.episode_rewards import EpisodeResult, RewardScorer, describe, expect_known, format_episode
+from sftplay.tasks.score.episode_rewards import EpisodeResult, RewardScorer, describe, expect_known
 from sftplay.tasks.score.losses import Advantages, EpisodeRewards, compute_advantages
-from sftplay.tasks.score.report import _correct
 from sftplay.tasks.score.role_models import ValueHead, value_loss
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.section import ScoreConfig
@@ -126,12 +125,6 @@ EPISODE = Episode(
 class Words:
     def decode(self, ids: list[int], **_: Any) -> str:
         return " ".join(map(str, ids))
-
-
-def test_an_unknown_reward_is_null_for_people_who_read_the_episode():
-    line = format_episode(EPISODE, result(1.0, None), tokenizer=Words())
-    assert (line["rewards"], line["correct"]) == ([1.0, None], [True, None])
-    assert _correct(line) == (True, None)
 
 
 class Rewards:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-import pytest
 import torch
 from torch import nn
 
@@ -12,11 +11,9 @@ from sftplay.tasks.score.role_models import (
     Critic,
     CriticInputs,
     PaddedTokens,
-    SeparateValue,
     TextEncoder,
     ValueHead,
     critic_loss,
-    estimate_values,
     soft_update,
     straight_through,
     value_loss,
@@ -55,19 +52,6 @@ def test_what_an_encoder_says_of_a_text_does_not_depend_on_its_neighbours():
     torch.testing.assert_close(together[:1], alone)
 
 
-def test_a_separate_value_learns_who_is_right_from_tokens_alone():
-    torch.manual_seed(6)
-    value, texts = SeparateValue(9, 8), tokens([1, 2], [1, 3, 4], [5])
-    optimizer = torch.optim.Adam(value.parameters(), lr=3e-2)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = value_loss(value, texts, target=TARGET, flow="stop", value_coef=0.001, n_episodes=3)
-        assert loss is not None
-        loss.backward()
-        optimizer.step()
-    assert value(texts).tolist() == pytest.approx(TARGET.tolist(), abs=0.1)
-
-
 def test_a_target_critic_moves_by_the_same_share_at_each_update():
     torch.manual_seed(3)
     critic, start = Critic(7, 8), Critic(7, 8)
@@ -79,7 +63,7 @@ def test_a_target_critic_moves_by_the_same_share_at_each_update():
         torch.testing.assert_close((mine - its).abs(), (began - its).abs() * 0.9**5, rtol=1e-4, atol=1e-6)
 
 
-def test_the_critic_learns_the_returns_and_what_lies_ahead():
+def test_the_critic_learns_returns_and_what_lies_ahead_of_known_episodes_alone():
     torch.manual_seed(4)
     critic = Critic(7, 8)
     target_critic = deepcopy(critic).requires_grad_(False)
@@ -92,15 +76,6 @@ def test_the_critic_learns_the_returns_and_what_lies_ahead():
     q1 = critic.q_values(first.state, first.answer)
     by_hand = sum((q1[twin] - (returns[0] + 0.5 * ahead)).square().mean() for twin in range(2)) / 2
     torch.testing.assert_close(losses["q1"], by_hand)
-    optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)
-    for _ in range(150):
-        optimizer.zero_grad()
-        sum(critic_loss(critic, target_critic, discount=0.0, **known).values()).backward()
-        optimizer.step()
-        soft_update(target_critic, critic, tau=0.1)
-    assert critic.q_values(second.state, second.answer).min(0).values.tolist() == pytest.approx([1, 0], abs=0.1)
-    worth, expected = estimate_values(critic, second)
-    assert (worth - expected)[0] > (worth - expected)[1]
     half = critic_loss(
         critic, target_critic, discount=0.0, **{**known, "weight": torch.tensor([1.0, 0.0]), "n_episodes": 1}
     )
