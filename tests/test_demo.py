@@ -26,22 +26,13 @@ def run_demo(sftplay: Command, folder: Path, *words: str) -> tuple[CompletedProc
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory, builtin_tiny: Path) -> tuple[CompletedProcess[str], dict, Path]:
+def untouched(
+    tmp_path_factory: pytest.TempPathFactory, builtin_tiny: Path, sftplay: Command
+) -> tuple[CompletedProcess[str], dict, Path]:
     """A demo whose learning rate is 0, over few steps and prompts."""
-    import os
-    import subprocess
-    import sys
-
-    root = Path(__file__).resolve().parents[1]
     folder = tmp_path_factory.mktemp("untouched")
     words = ["train.learning_rate=0", "train.max_steps=3", "eval.limit=32", "eval.max_new_tokens=16"]
-    done = subprocess.run(
-        [sys.executable, "-m", "sftplay", "demo", f"output_dir={folder}", *words],
-        cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANG_S,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done, json.loads((folder / "demo" / "demo.json").read_text()), folder
+    return *run_demo(sftplay, folder, *words), folder
 
 
 def test_with_a_rate_of_zero_nothing_is_learned(untouched: tuple) -> None:

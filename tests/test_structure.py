@@ -87,15 +87,10 @@ def test_help_and_gpu_info_import_neither_torch_nor_pydantic():
 
 REFUSED_OR_DRY = """\
 validate
-train --dry-run
 train --dry-run --nproc 2
 train train.learning_rat=1
-train data.train_path=nowhere.jsonl
 train model.name=/nowhere
-train --nproc 0
-train train.batch_size=5
 process data.train_path=nowhere.jsonl
-inspect data.train_path=nowhere.jsonl
 inspect data.format=sharegpt
 render --out README.md
 style

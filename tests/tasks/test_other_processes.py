@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from processes import HANG_S
 from run_outputs import Outputs
-from small_run import Inputs, write_small_run
 
 from sftplay.config.load import load_config
 from sftplay.launch.command import Scale
 from sftplay.runs.resume import free_sizes
 from sftplay.train.checkpointing import config_changes
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS, STEP_ROWS = 12, 4, 8
 
 
@@ -52,44 +46,31 @@ def test_worker_takes_another_number_of_processes_only_when_the_verb_has_said_so
     assert config_changes(before, now, resized=True) == []
 
 
-@dataclass
-class Shop(Outputs):
-    """A config from which runs are started as a user does."""
-
-    def run(self, verb: str, name: str, processes: int, *words: str) -> str:
-        """What a run says that ends well."""
-        argv = [sys.executable, "-m", "sftplay", verb, "--config", str(self.root / "run.yaml"), f"run_name={name}"]
-        done = subprocess.run(
-            [*argv, "--nproc", str(processes), *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=HANG_S, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs) -> Shop:
-    root = tmp_path_factory.mktemp("processes")
-    write_small_run(
-        root, inputs, model__max_seq_len=64, tuning__lora__dropout=0.0, train__max_steps=STEPS,
-        train__effective_batch_size=STEP_ROWS, train__save_steps=SAVE_STEPS, train__save_total_limit=9,
-        data__val_path=None, data__split=0,
-    )  # fmt: skip
-    return Shop(root)
-
-
 OF_TWO = ["train.batch_size=2", "train.grad_accum=2"]
 """Sizes that are exact on two processes only, in every command of a run that began there."""
 
 
 @pytest.mark.slow
-def test_run_moves_from_two_processes_to_one_and_back_on_the_same_curve(shop: Shop):
-    shop.run("train", "whole", 2, *OF_TWO)
+def test_run_moves_from_two_processes_to_one_and_back_on_the_same_curve(
+    write_config: Callable[..., Path], sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
+):
+    config = write_config(
+        model__max_seq_len=64, tuning__lora__dropout=0.0, train__max_steps=STEPS, train__save_steps=SAVE_STEPS,
+        train__effective_batch_size=STEP_ROWS, train__save_total_limit=9, data__val_path=None, data__split=0,
+    )  # fmt: skip
+    shop = Outputs(tmp_path)
+
+    def run(verb: str, name: str, processes: int) -> str:
+        done = sftplay(verb, "--config", config, f"run_name={name}", "--nproc", processes, *OF_TWO)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("train", "whole", 2)
     name = "moved"
     shutil.copytree(shop.folder("whole").path, shop.folder(name).path)
     for at, before, now in ((4, 2, 1), (8, 1, 2)):
         shop.cut_off(name, at)
-        output = shop.run("resume", name, now, *OF_TWO)
+        output = run("resume", name, now)
         assert f"began on {before} process(es) and continues on {now}, each with" in output
         assert "draw other numbers" not in output
         plan = shop.folder(name).read_json("plan.json")

@@ -91,6 +91,8 @@ def test_ddps_own_exchange_gives_the_losses_of_the_exchange_after_the_window(run
             share = line["step_split"]["communication_s"] / line["step_s"]
             assert line["exposed_communication_share"] == pytest.approx(share, abs=1e-3)
             assert 0 < share < 1
+            weighted = sum(rank["loss"] * rank["label_tokens"] for rank in line["ranks"]) / line["label_tokens"]
+            assert line["loss"] == pytest.approx(weighted, rel=1e-9)
 
 
 @pytest.mark.slow
