@@ -46,7 +46,7 @@ from sftplay.train.guards import (
     WarnOfFullDisk,
     find_deadline,
 )
-from sftplay.train.metrics import CostModel, MetricsWriter, Observer, TrackPhases
+from sftplay.train.metrics import CostModel, LineBoard, MetricsWriter, Observer, TrackPhases
 from sftplay.train.micro_batches import MicroBatcher
 from sftplay.train.preflight import GroupTimeout, Preflight
 from sftplay.train.task import RowOrder, Rows, TrainerParts
@@ -349,7 +349,7 @@ class TrainRun:
 
                 # TensorBoard then hides what an earlier attempt wrote after the checkpoint.
                 purge_step = self.from_step + 1 if self.from_step else None
-                callback.tb_writer = SummaryWriter(str(self.folder.path / "tb"), purge_step=purge_step)
+                callback.tb_writer = LineBoard(SummaryWriter(str(self.folder.path / "tb"), purge_step=purge_step))
         if trainer.args.device.type == "cpu" and self.setup.world_size > 1:
             accept_numbered_cpus()
         try:

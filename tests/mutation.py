@@ -1,0 +1,219 @@
+"""Puts small faults into the kit, one at a time, and counts how many the fast tests of that folder notice.
+
+    .venv/bin/python tests/mutation.py --count 60 --seed 1
+
+Run by hand; the outcome goes to docs/evidence.md. A fault changes one operator, constant, negation or return inside a
+function. It is put into a copy of the repository. First run the test files that carry the module's name or import it,
+then those of its top folder, up to the first failure; a module at the top is tested by the files directly below tests/.
+A failure counts only where the same test passes without the fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 900.0
+"""A fault that makes the tests hang counts as noticed behind this time."""
+
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+NONE_COLLECTED = 5
+"""pytest's exit code where a file holds none of the chosen tests."""
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of one expression, by the place of that expression in its file."""
+
+    path: Path
+    line: int
+    column: int
+    before: str
+    after: str
+
+
+def faults_of(path: Path) -> Iterator[Fault]:
+    """Every fault that can be put into the functions of a file; messages and annotations stay as they are."""
+    text = path.read_text(encoding="utf-8")
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    inner = {id(node) for outer in functions for node in ast.walk(outer) if node is not outer}
+    for function in functions:
+        if id(function) not in inner:
+            for statement in function.body:
+                for node in walk_code(statement):
+                    if changed := change(node):
+                        before = ast.get_source_segment(text, node) or ""
+                        yield Fault(path, node.lineno, node.col_offset, before, changed)
+
+
+def walk_code(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and what is in it, without what only words a message or a type."""
+    if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert):
+        return
+    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("log.", "self._log")):
+        return
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from walk_code(child)
+
+
+def change(node: ast.AST) -> str | None:
+    """The source of a node with a fault in it; None where none is known for its kind."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+        ops = [COMPARISONS[type(node.ops[0])](), *node.ops[1:]]
+        return f"({ast.unparse(ast.Compare(node.left, ops, node.comparators))})"
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC and not has_text(node):
+        return f"({ast.unparse(ast.BinOp(node.left, ARITHMETIC[type(node.op)](), node.right))})"
+    if isinstance(node, ast.BoolOp):
+        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        return f"({ast.unparse(ast.BoolOp(other, node.values))})"
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return f"bool({ast.unparse(node.operand)})"
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool | int):
+        return repr(not node.value) if isinstance(node.value, bool) else repr(node.value + 1)
+    if isinstance(node, ast.Return) and node.value is not None:
+        return None if ast.unparse(node.value) == "None" else "return None"
+    return None
+
+
+def has_text(node: ast.BinOp) -> bool:
+    """Whether an addition or a modulus is one of texts."""
+    sides = (node.left, node.right)
+    return any(
+        isinstance(s, ast.JoinedStr) or (isinstance(s, ast.Constant) and isinstance(s.value, str)) for s in sides
+    )
+
+
+def put(fault: Fault, root: Path) -> None:
+    """Write the file of a fault, with it, below `root`."""
+    text = fault.path.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    # Columns count bytes.
+    start = len("".join(lines[: fault.line - 1]).encode()) + fault.column
+    raw = text.encode()
+    assert raw[start:].startswith(fault.before.encode()), fault
+    faulty = raw[:start] + fault.after.encode() + raw[start + len(fault.before.encode()) :]
+    (root / fault.path.relative_to(ROOT)).write_bytes(faulty)
+
+
+def test_sets(fault: Fault, root: Path) -> list[list[str]]:
+    """The test files for a fault, nearest first: those of the module's name or that import it, then the folder's."""
+    module = fault.path.relative_to(ROOT).with_suffix("")
+    folder, own = ".".join(module.parts[:-1]), re.escape(module.name)
+    imports = re.compile(rf"^\s*(from|import) {re.escape(folder)}(\.{own}\b| import .*\b{own}\b)", re.MULTILINE)
+    near = sorted(
+        str(path.relative_to(root))
+        for path in (root / "tests").rglob("test_*.py")
+        if path.name.startswith(f"test_{module.name}") or imports.search(path.read_text(encoding="utf-8"))
+    )
+    top = root / "tests" / module.parts[1]
+    rest = [str(top.relative_to(root))] if top.is_dir() else [
+        str(path.relative_to(root)) for path in sorted((root / "tests").glob("test_*.py"))
+    ]  # fmt: skip
+    return [near, rest] if near else [rest]
+
+
+def is_noticed(fault: Fault, root: Path, left_out: set[str]) -> bool:
+    """Run the tests of a fault that lies in the copy `root`. What fails without it too goes into `left_out`."""
+    for files in test_sets(fault, root):
+        while (failed := first_failure(files, root, left_out)) is not None:
+            if not failed:
+                return True
+            faulty = root / fault.path.relative_to(ROOT)
+            text = faulty.read_bytes()
+            shutil.copy2(fault.path, faulty)
+            is_sound = first_failure([failed], root, set()) is None
+            faulty.write_bytes(text)
+            if is_sound:
+                return True
+            left_out.add(failed)
+    return False
+
+
+def first_failure(tests: list[str], root: Path, left_out: set[str]) -> str | None:
+    """The first test that fails; empty where the tests hang or cannot be collected, None where all pass."""
+    argv = [*PYTEST, "-x", "-rfE", *(f"--deselect={name}" for name in sorted(left_out)), *tests]
+    process = subprocess.Popen(
+        argv, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return ""
+    if process.returncode in (0, NONE_COLLECTED):
+        return None
+    failures = re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.+?)(?: - |$)", output, re.MULTILINE)
+    return failures[0] if failures else ""
+
+
+def copy_to(root: Path) -> None:
+    """The tracked files of the repository, and beside them the shared data that tests may read."""
+    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n"):
+        if name:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, root / name)
+    if (ROOT.parent / "shared").exists():
+        (root.parent / "shared").symlink_to((ROOT.parent / "shared").resolve())
+
+
+def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:
+    """Draw the faults, try them, and print each one's fate and the shares by folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=1, help="go on with this fault of the draw")
+    parser.add_argument("--folder", default="", help="only below this folder of sftplay/")
+    args = parser.parse_args()
+    files = sorted((ROOT / "sftplay" / args.folder).rglob("*.py"))
+    known = [fault for path in files for fault in faults_of(path)]
+    chosen = random.Random(args.seed).sample(known, min(args.count, len(known)))
+    noticed: list[bool] = []
+    with tempfile.TemporaryDirectory() as home:
+        root = Path(home) / "kit"
+        copy_to(root)
+        left_out: set[str] = set()
+        for number, fault in list(enumerate(chosen, 1))[args.first - 1 :]:
+            put(fault, root)
+            began = time.monotonic()
+            noticed.append(is_noticed(fault, root, left_out))
+            shutil.copy2(fault.path, root / fault.path.relative_to(ROOT))
+            where = f"{fault.path.relative_to(ROOT)}:{fault.line}"
+            fate = "noticed" if noticed[-1] else "MISSED"
+            say(f"{number:3} {fate:7} {time.monotonic() - began:4.0f} s  {where}  {fault.before!r} -> {fault.after!r}")
+        for name in sorted(left_out):
+            say(f"fails without a fault: {name}")
+    say(json.dumps({"seed": args.seed, "faults": len(noticed), "noticed": sum(noticed)}))
+
+
+if __name__ == "__main__":
+    main()
