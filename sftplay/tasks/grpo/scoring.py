@@ -130,10 +130,8 @@ class ScoredBatch:
 
 def compute_program_figures(verdicts: Sequence[Mapping[str, Any] | None]) -> dict[str, float | None]:
     """Compute the shares of programs by status (`sandbox/STATUS`), by the way they were found in the completion
-    (`found/HOW`), and the share that passes all hidden tests (`hidden_pass`); empty where no program was run.
-
-    Every status and every way has a share, also 0: a mean over rollout batches is right only where none is missing.
-    """
+    (`found/HOW`), and that pass all hidden tests (`hidden_pass`); empty where no program was run. Those of 0 stay, or
+    means over rollout batches would be wrong."""
     known = [verdict for verdict in verdicts if verdict is not None]
     if not known:
         return {}
@@ -290,23 +288,19 @@ class Reserve:
 class DynamicSampler:
     """Replaces, skips and resamples groups whose rewards are all equal: they have no gradient.
 
-    With grpo.dynamic_sampling_rounds above 0 two things happen. A prompt whose last groups had zero variance skips its
-    next turns, and another prompt takes its place before sampling. And a group that turns out to have zero variance is
-    sampled again with another prompt, in at most so many rounds per rollout batch. The new prompt is the next one of
-    the reserve without a known zero-variance group; without such a prompt the group stays. With
-    grpo.skip_zero_variance nothing is sampled in the turns that a prompt skips.
+    With grpo.dynamic_sampling_rounds another prompt takes the turns that a prompt skips, and a group that turns out to
+    have zero variance is sampled again with another prompt, in at most so many rounds per rollout batch. The new prompt
+    is the next of the reserve, a seeded order of all prompts, without a known zero-variance group; without one the
+    group stays. With grpo.skip_zero_variance nothing is sampled in the turns that a prompt skips.
 
-    The reserve is a seeded order of all prompts, separate from the training order. All choices follow from rewards that
-    all ranks know, so all ranks make the same choices, and a checkpoint keeps the state.
+    All choices follow from rewards that all ranks know, so all ranks make the same, and a checkpoint keeps the state.
     """
 
     def __init__(
         self, prompts: Any, *, rows: Sequence[int], rounds: int, num_generations: int, seed: int, in_lockstep: bool
     ) -> None:
-        """`prompts` are all training prompts, as TRL gets them; `rows` are their row numbers in the data, aligned.
-
-        `in_lockstep`: whether all ranks must generate equally many completions at the same time.
-        """
+        """`prompts` are all training prompts, as TRL gets them; `rows` are their row numbers in the data, aligned. With
+        `in_lockstep` all ranks generate equally many completions at the same time."""
         self.prompts, self.rounds, self.group_size, self.in_lockstep = prompts, rounds, num_generations, in_lockstep
         self.reserve = Reserve(rows, seed=seed)
         self._places = {row: place for place, row in enumerate(rows)}
