@@ -43,7 +43,7 @@ def in_boxes(make: Callable) -> Callable[[], tuple[Callable[[Job], None], Callab
         executor = make()
 
         def run(work: Job) -> None:
-            verdict = judge(work, lambda: executor.open(work.limits), executor=executor.name)
+            verdict = judge(work, executor)
             assert verdict.status == "ok", verdict
 
         return run, executor.close

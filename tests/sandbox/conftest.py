@@ -39,6 +39,6 @@ def verdict_of(executor: Executor) -> Callable[..., Verdict]:
 
     def ask(code: str, *tests: str, **options: object) -> Verdict:
         job = Job(code=code, tests=tests, **{"limits": PATIENT, **options})
-        return judge(job, lambda: executor.open(job.limits), executor=executor.name)
+        return judge(job, executor)
 
     return ask

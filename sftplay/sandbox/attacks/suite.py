@@ -199,7 +199,7 @@ def run_attacks(
 ) -> list[Row]:
     """Try the attacks, or the chosen ones, on an executor in turn; all on the same targets, as far as those stand."""
     rows: list[Row] = []
-    judge(GOOD, lambda: executor.open(GOOD.limits), executor=executor.name)
+    judge(GOOD, executor)
     known = boxed_processes()  # of an executor that keeps a process which waits
     waiting = list(read_attacks() if chosen is None else chosen)
     while waiting:
@@ -217,7 +217,7 @@ def try_attack(attack: Attack, *, executor: Executor, reached: Targets, known: f
     """
     code, limits = reached.names() + attack.code, Limits(**attack.limits)  # it is told what to reach for
     job = Job(code=code, tests=attack.tests, limits=limits)
-    verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
+    verdict = judge(job, executor)
     problems = reached.losses()
     if verdict.passed >= verdict.total:
         problems.append("it passed")
@@ -227,7 +227,7 @@ def try_attack(attack: Attack, *, executor: Executor, reached: Targets, known: f
     if verdict.seconds > 3 * job.limits.timeout_s + START_S + 20.0:
         problems.append(f"it took {verdict.seconds:.1f} s")
     left = wait_gone(reached, known=known)
-    after = judge(GOOD, lambda: executor.open(GOOD.limits), executor=executor.name)
+    after = judge(GOOD, executor)
     if after.status != "ok":
         problems.append(f"the next program got {after.status}: {after.stderr[-200:]}")
     return Row(attack, verdict, (*problems, *left))
@@ -281,7 +281,7 @@ def find_hole(executor: Executor) -> str:
         tests = ("assert attempt('control') == 'works'", *escapes)
         # Where the machine is busy, a slow answer is no hole.
         job = Job(code=code, tests=tests, limits=Limits(timeout_s=120, test_timeout_s=60))
-        verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
+        verdict = judge(job, executor)
         losses = reached.losses()
     if verdict.per_test[0] != "ok":
         return f"no program runs in its box ({verdict.per_test[0]}: {verdict.stderr[-300:]})"

@@ -66,9 +66,12 @@ class Box:
         self._poll.register(self._answers, select.POLLIN)
         self._poll.register(self._output, select.POLLIN)
 
-    def wait_ready(self) -> None:
-        """Wait until the box stands. Raise Lost with `infra` and what it said where it does not."""
+    def start(self, first_message: bytes) -> None:
+        """Send what the box waits for, and wait until it stands. Raise Lost with `infra` and what it said where it does
+        not: no program has run.
+        """
         try:
+            self._send(first_message, time.monotonic() + START_S)
             answer = self._read_answer(time.monotonic() + START_S)
         except Lost as error:
             raise Lost("infra", f"the box did not start: {self.shown() or error}") from error
@@ -88,15 +91,6 @@ class Box:
         """Send an order without waiting for the answer."""
         content = marshal.dumps(message)
         self._send(len(content).to_bytes(4, "little") + content, until)
-
-    def send_first(self, content: bytes) -> None:
-        """Send what the box waits for before it stands. Raise Lost with `infra` where it ended before it had read that:
-        no program has run.
-        """
-        try:
-            self._send(content, time.monotonic() + START_S)
-        except Lost as error:
-            raise Lost("infra", f"the box did not start: {error}") from error
 
     def _send(self, content: bytes, until: float) -> None:
         rest = memoryview(content)

@@ -212,13 +212,9 @@ def new_pipes() -> Iterator[tuple[Pipes, socket.socket, int]]:
 
 
 def start_box(box: Box, first_message: bytes = b"") -> Box:
-    """Send the box what it waits for, if that is not there yet; return it as soon as it stands. Raise Lost with `infra`
-    where it did not start.
-    """
+    """Start the box and return it. Raise Lost with `infra` where it did not start."""
     try:
-        if first_message:
-            box.send_first(first_message)
-        box.wait_ready()
+        box.start(first_message)
     except BaseException:
         box.close()
         raise

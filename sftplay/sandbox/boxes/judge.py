@@ -6,13 +6,16 @@ import ast
 import builtins
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sftplay.sandbox.boxes.box import Box, Lost
 from sftplay.sandbox.boxes.job import Job, Mode, Status, Verdict, parse
 from sftplay.sandbox.inside.plain import is_same, is_true
+
+if TYPE_CHECKING:
+    from sftplay.sandbox.boxes.executors import Executor
 
 Relation = Literal["equal", "unequal", "true", "false"]
 
@@ -181,15 +184,15 @@ class NeedsObjects(Exception):
     """A test hands the program an object: the tests must share the program's process."""
 
 
-def judge(job: Job, open_box: Callable[[], Box], *, executor: str) -> Verdict:
-    """Judge a job. `open_box` gives a new box that stands, or raises `Lost`."""
+def judge(job: Job, executor: Executor) -> Verdict:
+    """Judge a job in boxes of the executor."""
     started = time.monotonic()
     plan = plan_tests(job)
     try:
-        per_test, text = JobRunner(job, plan=plan, open_box=open_box).run()
+        per_test, text = JobRunner(job, plan=plan, executor=executor).run()
     except NeedsObjects:
         plan = replace(plan, mode="in_process", comparisons=(None,) * len(job.tests))
-        per_test, text = JobRunner(job, plan=plan, open_box=open_box).run()
+        per_test, text = JobRunner(job, plan=plan, executor=executor).run()
     # `infra` and `tampered` where any test has it; else what the first test that failed has.
     worst: tuple[Status, ...] = ("infra", "tampered")
     ranked = [*(status for status in worst if status in per_test), *per_test]
@@ -198,15 +201,15 @@ def judge(job: Job, open_box: Callable[[], Box], *, executor: str) -> Verdict:
         per_test=tuple(per_test) if job.tests else (), total=len(job.tests),
         passed=per_test.count("ok") if job.tests else 0, seconds=time.monotonic() - started,
         stderr=text.encode("utf-8", "replace").decode(),  # without surrogates: every file can take it
-        mode=plan.mode, executor=executor,
+        mode=plan.mode, executor=executor.name,
     )  # fmt: skip
 
 
 class JobRunner:
     """The boxes of one job, and what is left of its time."""
 
-    def __init__(self, job: Job, *, plan: Plan, open_box: Callable[[], Box]) -> None:
-        self.job, self.plan, self._open_box = job, plan, open_box
+    def __init__(self, job: Job, *, plan: Plan, executor: Executor) -> None:
+        self.job, self.plan, self._executor = job, plan, executor
         self.left_s = job.limits.timeout_s
         self.text = ""
         self._candidate: Box | None = None
@@ -266,7 +269,7 @@ class JobRunner:
 
     def _load(self) -> dict[str, Any]:
         """Open the program's box, with the program in it."""
-        self._candidate = self._open_box()
+        self._candidate = self._executor.open(self.job.limits)
         prepared = {"status": "ok"}
         if self.job.setup:
             prepared = self._candidate.ask("prepare", setup=self.job.setup, within_s=SETUP_S)
@@ -296,7 +299,7 @@ class JobRunner:
         if self.plan.mode == "in_process":
             return self._note(self._ask(self._candidate, "test", source=source, within_s=within_s))
         if self._tester is None:
-            self._tester = self._open_box()
+            self._tester = self._executor.open(self.job.limits)
             bound = self._tester.ask(
                 "bind", functions=list(self.plan.functions), setup=self.plan.setup, within_s=SETUP_S
             )

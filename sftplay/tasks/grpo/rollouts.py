@@ -130,11 +130,3 @@ def keep_reference(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if f".{REFERENCE}." in f"{name}.":
             parameter.requires_grad_(False)
-
-
-def read_loss_scale(scaler: Any, *, steps: int, taken: int) -> dict[str, float]:
-    """Return the scale of torch's GradScaler for fp16, and the steps that it skipped since the first one.
-
-    `taken` counts the steps of the schedule, which transformers advances only after a step of the optimizer.
-    """
-    return {"loss_scale": scaler.get_scale(), "skipped_steps": steps - taken}

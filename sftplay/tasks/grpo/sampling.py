@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -30,11 +29,18 @@ from sftplay.tasks.grpo.rollouts import (
     gathered_root,
     keep_reference,
     load_window,
-    read_loss_scale,
     replaced_attributes,
     save_window,
 )
-from sftplay.tasks.grpo.scoring import DynamicSampler, LocalBatch, RewardScorer, ScoredBatch, cut_samples, write_samples
+from sftplay.tasks.grpo.scoring import (
+    DynamicSampler,
+    LocalBatch,
+    RewardScorer,
+    ScoredBatch,
+    cut_samples,
+    find_mean,
+    write_samples,
+)
 from sftplay.tasks.grpo.watch import read_policy_clip_share
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.exact_batch import StepSetup
@@ -148,36 +154,25 @@ def order_by_length(batches: Sequence[Batch], *, accum: int, trims_prompts: bool
     known = {*PROMPT_KEYS, *COMPLETION_KEYS, *ROW_KEYS, *WINDOW_KEYS}
     if len(batches) % accum or any(set(batch) - known for batch in batches):
         return list(batches)
-    trim = trim_padding if trims_prompts else trim_completions
     steps = [batches[first : first + accum] for first in range(0, len(batches), accum)]
-    return [trim(batch) for step in steps for batch in _order_step(step)]
+    return [trim_padding(batch, trims_prompts=trims_prompts) for step in steps for batch in _order_step(step)]
 
 
-def trim_padding(batch: Batch) -> Batch:
-    """Remove the columns that are padding in every row: left of the prompts, right of the completions."""
-    width = _used_width(batch["prompt_mask"])
-    prompts = {key: batch[key][:, batch[key].size(1) - width :] for key in PROMPT_KEYS}
-    return trim_completions({**batch, **prompts})
-
-
-def trim_completions(batch: Batch) -> Batch:
-    """Remove the columns right of the completions that are padding in every row."""
-    full, width = batch["completion_mask"].size(1), _used_width(batch["completion_mask"])
+def trim_padding(batch: Batch, *, trims_prompts: bool) -> Batch:
+    """Remove the columns that are padding in every row: right of the completions, and left of the prompts."""
+    full, width = batch["completion_mask"].size(1), max(1, int(batch["completion_mask"].sum(1).max()))
     found = {key: batch[key] for key in COMPLETION_KEYS if batch.get(key) is not None}
     # A ratio may be per row.
-    return {**batch, **{key: value[:, :width] for key, value in found.items() if value.size(1) == full}}
+    trimmed = {**batch, **{key: value[:, :width] for key, value in found.items() if value.size(1) == full}}
+    if trims_prompts:
+        width = max(1, int(batch["prompt_mask"].sum(1).max()))
+        trimmed |= {key: batch[key][:, -width:] for key in PROMPT_KEYS}
+    return trimmed
 
 
 def has_relative_positions(model: Any) -> bool:
     """Return whether positions are relative (rotary embeddings), so that padding on the left does not change a row."""
     return any("rotary" in type(module).__name__.lower() for module in model.modules())
-
-
-def count_padded_tokens(prompts: Sequence[int], completions: Sequence[int], *, rows: int) -> int:
-    """Count the tokens, with padding, of micro-batches of `rows` rows in this order after `trim_padding`."""
-    return sum(
-        rows * (max(prompts[at : at + rows]) + max(completions[at : at + rows])) for at in range(0, len(prompts), rows)
-    )
 
 
 def _order_step(batches: Sequence[Batch]) -> list[Batch]:
@@ -196,20 +191,17 @@ def _order_step(batches: Sequence[Batch]) -> list[Batch]:
         sorted(numbers, key=lambda n: -prompts[n] - completions[n]),
         sorted(numbers, key=lambda n: (-prompts[n], -completions[n])),
     )
-    best = min(
-        orders,
-        key=lambda order: count_padded_tokens([prompts[n] for n in order], [completions[n] for n in order], rows=rows),
-    )
+
+    def count_padded_tokens(order: Sequence[int]) -> int:
+        parts = [order[at : at + rows] for at in range(0, len(order), rows)]
+        return sum(max(prompts[n] for n in part) + max(completions[n] for n in part) for part in parts)
+
+    best = min(orders, key=count_padded_tokens)
     parts = torch.tensor(best, device=whole["advantages"].device).split(rows)
     return [
         {key: value if value is None or value.ndim == 0 else value[part] for key, value in whole.items()}
         for part in parts
     ]
-
-
-def _used_width(mask: Tensor) -> int:
-    """Count the columns up to the last one that any row uses; at least 1."""
-    return max(1, int(mask.sum(1).max()))
 
 
 def send_copies(generation: Any) -> None:
@@ -434,8 +426,16 @@ class SamplingMixin(Base):
         if not self.keeps_cut:
             micro_batches = order_by_length(micro_batches, accum=accum, trims_prompts=self._trims_prompts)
             replace_micro_batches(self, micro_batches)
-        if self.logprob_check.is_due(step):
-            self._add_model_logps(micro_batches[0])
+        first = micro_batches[0]
+        if self.logprob_check.is_due(step) and "old_per_token_logps" not in first:  # else TRL has computed them
+            # By the weights that sampled, in the micro-batch that is trained on: a difference comes from the weights,
+            # and not from rounding. The first micro-batch stands for its step.
+            keys = (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
+            ids, mask = (torch.cat([first[key] for key in pair], dim=1) for pair in keys)
+            with torch.no_grad():
+                first[MODEL_LOGPS] = self._get_per_token_logps_and_entropies(
+                    self.model, ids, mask, first["completion_ids"].size(1), compute_entropy=True
+                )[0]
         return micro_batches[count_micro_steps(self) % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
@@ -572,21 +572,6 @@ class SamplingMixin(Base):
         rewards_of_all[sampler.find_sampled_places(0, len(rewards_of_all))] = rewards
         return rewards_of_all
 
-    @torch.no_grad()
-    def _add_model_logps(self, inputs: dict[str, Any]) -> None:
-        """Add the log-probabilities by the weights that sampled, in the micro-batch that is trained on.
-
-        In the same micro-batch a difference comes from the weights, and not from rounding. The first micro-batch stands
-        for its step. Off policy TRL computes them for all micro-batches itself.
-        """
-        if "old_per_token_logps" not in inputs:
-            ids, mask = (
-                torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], dim=1) for part in ("ids", "mask")
-            )
-            inputs[MODEL_LOGPS] = self._get_per_token_logps_and_entropies(
-                self.model, ids, mask, inputs["completion_ids"].size(1), compute_entropy=True
-            )[0]
-
     def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
         # Forward passes without gradients have no dropout, as sampling has none: the policy that sampled, for the
         # ratio, and the reference, for KL. TRL 1.16 runs both with dropout.
@@ -635,15 +620,14 @@ class SamplingMixin(Base):
 
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the task's figures for a line of metrics: means over the steps since the last line, and totals."""
-        figures: dict[str, Any] = {}
-        for name, values in self._figures.items():
-            known = [value for value in values if value is not None]
-            figures[name] = fmean(known) if known else None
+        figures: dict[str, Any] = {name: find_mean(values) for name, values in self._figures.items()}
         self._figures.clear()
         figures |= {name: logs.get(name) for name in ("entropy", "kl")}
         figures["policy_clip_share"] = read_policy_clip_share(logs)
         if (scaler := self.accelerator.scaler) is not None:
-            figures |= read_loss_scale(scaler, steps=self.state.global_step, taken=self.lr_scheduler.last_epoch)
+            # transformers advances the schedule only after a step of the optimizer.
+            skipped = self.state.global_step - self.lr_scheduler.last_epoch
+            figures |= {"loss_scale": scaler.get_scale(), "skipped_steps": skipped}
         figures |= self.held_out_figures
         self.held_out_figures = {}
         return {**figures, **self.sampling_totals, **self.logprob_check.take(self.heartbeat)}

@@ -50,8 +50,7 @@ def cut_samples(folder: Path, *, after_step: int) -> None:
 class ScoredBatch:
     """Completions with their rewards: those of one rank, or those of all ranks in rank order."""
 
-    names: tuple[str, ...]
-    weights: tuple[float, ...]
+    weights: tuple[float, ...]  # of the rewards, in their order
     rows: list[int]  # the row number of each completion's prompt in the data
     completions: list[str]
     rewards: BatchRewards
@@ -89,29 +88,28 @@ class ScoredBatch:
         """
         if self.control is not None:
             return [[value] for value in self.control]
-        names = [name for name, weight in zip(self.names, self.weights, strict=True) if weight]
-        columns = [self.rewards.by_name[name].values for name in names]
+        pairs = zip(self.rewards.by_name.values(), self.weights, strict=True)
+        columns = [column.values for column, weight in pairs if weight]
         lines = zip(self.true_rewards, zip(*columns, strict=True), strict=True)
         return [[math.nan if None in (total, value) else value for value in line] for total, line in lines]
 
     def compute_figures(self, num_generations: int) -> dict[str, float | None]:
         """Compute the figures of this batch for a line of metrics."""
         rewards = self.training_rewards
-        groups = [rewards[at : at + num_generations] for at in range(0, len(rewards), num_generations)]
-        known_by_group = [[value for value in group if value is not None] for group in groups]
-        known = [value for group in known_by_group for value in group]
-        compared = [max(group) == min(group) for group in known_by_group if len(group) > 1]
+        groups = split_known(rewards, num_generations)
+        known = [value for group in groups for value in group]
+        compared = [max(group) == min(group) for group in groups if len(group) > 1]
         columns = {name: column.values for name, column in self.rewards.by_name.items()}
         unknown = sum(None in line for line in zip(*columns.values(), strict=True))
         figures = {
-            "reward": _find_mean(rewards),
+            "reward": find_mean(rewards),
             "reward_std": stdev(known) if len(known) > 1 else None,
-            "zero_variance_share": _find_mean(compared),
+            "zero_variance_share": find_mean(compared),
             "abstained": unknown / len(self.rows),
-            **{f"reward/{name}": _find_mean(values) for name, values in columns.items()},
+            **{f"reward/{name}": find_mean(values) for name, values in columns.items()},
             **compute_program_figures(self.rewards.verdicts),
         }
-        return figures if self.control is None else {**figures, "true_reward": _find_mean(self.true_rewards)}
+        return figures if self.control is None else {**figures, "true_reward": find_mean(self.true_rewards)}
 
     def make_sample_lines(self, advantages: Sequence[float]) -> list[dict[str, Any]]:
         """Return the line of samples/step-N.jsonl for each completion."""
@@ -132,10 +130,8 @@ class ScoredBatch:
 
 def compute_program_figures(verdicts: Sequence[Mapping[str, Any] | None]) -> dict[str, float | None]:
     """Compute the shares of programs by status (`sandbox/STATUS`), by the way they were found in the completion
-    (`found/HOW`), and the share that passes all hidden tests (`hidden_pass`); empty where no program was run.
-
-    Every status and every way has a share, also 0: a mean over rollout batches is right only where none is missing.
-    """
+    (`found/HOW`), and that pass all hidden tests (`hidden_pass`); empty where no program was run. Those of 0 stay, or
+    means over rollout batches would be wrong."""
     known = [verdict for verdict in verdicts if verdict is not None]
     if not known:
         return {}
@@ -144,16 +140,14 @@ def compute_program_figures(verdicts: Sequence[Mapping[str, Any] | None]) -> dic
     return {
         **{f"sandbox/{status}": statuses[status] / len(known) for status in (*get_args(Status), NO_CODE)},
         **{f"found/{how}": ways[how] / len(known) for how in get_args(How)},
-        "hidden_pass": _find_mean([verdict.get("hidden_pass") for verdict in known]),
+        "hidden_pass": find_mean([verdict.get("hidden_pass") for verdict in known]),
     }
 
 
-def _find_mean(values: Sequence[float | None]) -> float | None:
+def find_mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the known values; None where there is none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-CONTROL = "control"  # name of the reward of a control run
 
 
 class RewardScorer:
@@ -175,7 +169,7 @@ class RewardScorer:
     def training_weights(self) -> dict[str, float]:
         """Name -> weight of the rewards that the model learns from."""
         if self._control is not None:
-            return {CONTROL: 1.0}
+            return {"control": 1.0}
         pairs = zip(self.rewards.names, self.rewards.weights, strict=True)
         return {name: weight for name, weight in pairs if weight}
 
@@ -193,7 +187,6 @@ class RewardScorer:
                 n = len(completions)
                 control = [1.0] * n if self._control == "constant" else torch.rand(n).tolist()
             local = ScoredBatch(
-                names=self.rewards.names,
                 weights=self.rewards.weights,
                 rows=[row["row"] for row in inputs],
                 completions=list(completions),
@@ -295,23 +288,19 @@ class Reserve:
 class DynamicSampler:
     """Replaces, skips and resamples groups whose rewards are all equal: they have no gradient.
 
-    With grpo.dynamic_sampling_rounds above 0 two things happen. A prompt whose last groups had zero variance skips its
-    next turns, and another prompt takes its place before sampling. And a group that turns out to have zero variance is
-    sampled again with another prompt, in at most so many rounds per rollout batch. The new prompt is the next one of
-    the reserve without a known zero-variance group; without such a prompt the group stays. With
-    grpo.skip_zero_variance nothing is sampled in the turns that a prompt skips.
+    With grpo.dynamic_sampling_rounds another prompt takes the turns that a prompt skips, and a group that turns out to
+    have zero variance is sampled again with another prompt, in at most so many rounds per rollout batch. The new prompt
+    is the next of the reserve, a seeded order of all prompts, without a known zero-variance group; without one the
+    group stays. With grpo.skip_zero_variance nothing is sampled in the turns that a prompt skips.
 
-    The reserve is a seeded order of all prompts, separate from the training order. All choices follow from rewards that
-    all ranks know, so all ranks make the same choices, and a checkpoint keeps the state.
+    All choices follow from rewards that all ranks know, so all ranks make the same, and a checkpoint keeps the state.
     """
 
     def __init__(
         self, prompts: Any, *, rows: Sequence[int], rounds: int, num_generations: int, seed: int, in_lockstep: bool
     ) -> None:
-        """`prompts` are all training prompts, as TRL gets them; `rows` are their row numbers in the data, aligned.
-
-        `in_lockstep`: whether all ranks must generate equally many completions at the same time.
-        """
+        """`prompts` are all training prompts, as TRL gets them; `rows` are their row numbers in the data, aligned. With
+        `in_lockstep` all ranks generate equally many completions at the same time."""
         self.prompts, self.rounds, self.group_size, self.in_lockstep = prompts, rounds, num_generations, in_lockstep
         self.reserve = Reserve(rows, seed=seed)
         self._places = {row: place for place, row in enumerate(rows)}
@@ -438,8 +427,13 @@ def find_zero_variance_groups(rewards: Sequence[float | None], group_size: int) 
     >>> find_zero_variance_groups([1.0, 1.0, 0.0, 1.0, None, 0.5], 2)
     [0, 2]
     """
-    groups = [rewards[first : first + group_size] for first in range(0, len(rewards), group_size)]
-    return [number for number, values in enumerate(groups) if len({*values} - {None}) < 2]
+    return [number for number, known in enumerate(split_known(rewards, group_size)) if len(set(known)) < 2]
+
+
+def split_known(rewards: Sequence[float | None], group_size: int) -> list[list[float]]:
+    """Return the known rewards of each group."""
+    groups = (rewards[first : first + group_size] for first in range(0, len(rewards), group_size))
+    return [[value for value in group if value is not None] for group in groups]
 
 
 def replace_rows(batch: ScoredBatch, part: ScoredBatch, *, places: Sequence[int]) -> ScoredBatch:

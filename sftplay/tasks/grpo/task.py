@@ -36,10 +36,9 @@ PAGE_TOKENS = 32  # tokens per page of the cache
 
 
 def grpo_arguments(cfg: RunConfig) -> dict[str, Any]:
-    """Return the arguments of GRPOConfig for task grpo; no value of `cfg` is `auto`.
+    """Return the arguments of GRPOConfig, which override `RunSetup.arguments`; no value of `cfg` is `auto`.
 
-    They override `RunSetup.arguments`. The Trainer accumulates micro-batches itself. It neither evaluates nor looks for
-    the best weights, because its evaluation would sample completions without the kit's order and rewards.
+    The Trainer does not evaluate: it would sample completions without the kit's order and rewards.
     """
     grpo, train = cfg.grpo, cfg.train
     return {

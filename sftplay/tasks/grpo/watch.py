@@ -61,11 +61,8 @@ class EvaluatePrompts(Observer):
         if state.global_step == 0:
             self.evaluate(0)
 
-    def is_due(self, step: int, state: Any) -> bool:
-        return step % self.every_steps == 0 or step >= state.max_steps
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.is_due(state.global_step, state):
+        if state.global_step % self.every_steps == 0 or state.global_step >= state.max_steps:
             control.should_log = True  # a line for the figures
             self.evaluate(state.global_step)
 
@@ -141,8 +138,7 @@ class WatchBaseWeights(Observer):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._check(state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._check(state.global_step)
+    on_train_end = on_save
 
     def _check(self, step: int) -> None:
         if self.checked_steps[-1:] == [step]:

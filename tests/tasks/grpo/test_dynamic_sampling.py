@@ -46,9 +46,7 @@ def score_local(inputs: list[dict[str, Any]], places: list[int]) -> ScoredBatch:
     scored = BatchRewards({"r": RewardValues(values, [])}, [None] * len(values))
     rows = [row["row"] for row in inputs]
     words = [f"asked {row}" for row in rows]
-    return ScoredBatch(
-        names=("r",), weights=(1.0,), rows=rows, completions=[str(row) for row in rows], rewards=scored, prompts=words
-    )
+    return ScoredBatch(weights=(1.0,), rows=rows, completions=[str(row) for row in rows], rewards=scored, prompts=words)
 
 
 class World:

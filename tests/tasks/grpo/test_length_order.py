@@ -72,6 +72,7 @@ LOSSES = [
     {"loss_type": "dr_grpo", "delta": 1.6},
     {"loss_type": "dapo", "beta": 0.1},
     {"loss_type": "cispo", "epsilon_high": 1.5},
+    {"loss_type": "sapo"},
     {"loss_type": "vespo"},
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"loss_type": "grpo", "importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.1},

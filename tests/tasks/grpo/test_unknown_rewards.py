@@ -35,7 +35,7 @@ def scored_batch(**columns: list[float | None]) -> ScoredBatch:
     found = scored(**columns)
     n = len(found.verdicts)
     rows = [10 * (at // 4) for at in range(n)]
-    return ScoredBatch(names=("tests", "format"), weights=WEIGHTS, rows=rows, completions=[""] * n, rewards=found)
+    return ScoredBatch(weights=WEIGHTS, rows=rows, completions=[""] * n, rewards=found)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
