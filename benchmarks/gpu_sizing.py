@@ -146,10 +146,9 @@ class Place:
 def make_model(name: str, folder: Path) -> None:
     """Save a model of the shape `name` with random 16-bit weights, and a tokenizer of few words."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from sftplay.model.base_training import train_tokenizer
-    from sftplay.model.builtin import TEXT_DIR, text_files
+    from sftplay.model.builtin import TEXT_DIR
 
     entry = dict(TINY_CONFIG if name == TINY else read_table()[name])
     kind = entry.pop("model_type")
@@ -158,7 +157,7 @@ def make_model(name: str, folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     unfinished = folder.with_suffix(".unfinished")
     model.save_pretrained(unfinished)
-    train_tokenizer(text_files(TEXT_DIR), 768).save_pretrained(unfinished)
+    AutoTokenizer.from_pretrained(TEXT_DIR / "tiny").save_pretrained(unfinished)
     unfinished.rename(folder)
 
 

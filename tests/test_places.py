@@ -33,12 +33,12 @@ def test_caches_lie_in_a_checkout_else_with_the_user_else_in_the_current_folder(
 
 FIND = """
 import sys; sys.path.insert(0, sys.argv[1])
-from sftplay.model.builtin import TEXT_DIR, text_files
+from sftplay.model.builtin import TEXT_DIR
 from argparse import Namespace
 from sftplay.commands.demo import load_demo
 import sftplay
 cfg = load_demo(Namespace(config="", overrides=[]))
-print(len(text_files(TEXT_DIR)), cfg.data.train_path, cfg.data.processed_dir, sftplay.__file__, sep="\\n")
+print(len(list(TEXT_DIR.glob("*.txt"))), cfg.data.train_path, cfg.data.processed_dir, sftplay.__file__, sep="\\n")
 """
 
 

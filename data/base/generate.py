@@ -189,14 +189,14 @@ def write_model(folder: Path) -> None:
     import tokenizers
     import torch
     import transformers
+    from training import Recipe, fingerprint, make_base, write_manifest
 
     from sftplay.atomic import whole_folder
-    from sftplay.model.builtin import RECIPES, fingerprint, make_base, write_manifest
 
-    recipe, versions = RECIPES["tiny"], {each.__name__: each.__version__ for each in (torch, transformers, tokenizers)}
+    recipe, versions = Recipe(), {each.__name__: each.__version__ for each in (torch, transformers, tokenizers)}
     with whole_folder(folder, replaces=True) as scratch:
         scratch.rmdir()
-        make_base(scratch, recipe=recipe, text_dir=OUT_FILE.parent, say=print)
+        make_base(scratch, recipe=recipe, files=sorted(OUT_FILE.parent.glob("*.txt")), say=print)
         mark = fingerprint(recipe, OUT_FILE.parent)
         write_manifest(scratch, fingerprint=mark, recipe=asdict(recipe), made_with=versions)
 

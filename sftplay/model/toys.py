@@ -16,38 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sftplay.atomic import whole_folder
 
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Everything that decides the weights of a built-in model, except the shipped text."""
-
-    vocab_size: int = 768
-    hidden_size: int = 128
-    intermediate_size: int = 384
-    layers: int = 4
-    heads: int = 4
-    max_position_embeddings: int = 2048
-    steps: int = 300
-    rows: int = 16
-    """Windows of text in a step."""
-
-    tokens: int = 96
-    """Tokens in a window."""
-
-    learning_rate: float = 0.01
-    """Peak of Muon, for the matrices inside the layers."""
-
-    embedding_learning_rate: float = 6e-3
-    """Peak of AdamW, for embeddings and norms."""
-
-    practice_share: float = 0.8
-    """Share of the windows sampled from practice.txt; the other texts share the rest."""
-
-    seed: int = 7
-    version: int = 2
-    """Raised when the training in this file changes, so that older caches are not taken for new ones."""
-
-
 BASE = 5
 PAD, END = "<pad>", "<end>"
 ALPHABET = (PAD, END, *map(str, range(BASE)), "+", "=", "?", ">")

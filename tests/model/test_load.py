@@ -18,7 +18,7 @@ from sftplay.config.run import LoraConfig, ModelConfig
 from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.model.adapter import add_adapter, attach_adapter, describe_parameters, freeze_outside_text
 from sftplay.model.load import load_base
-from sftplay.model.source import check_source, is_quantised, read_shape
+from sftplay.model.source import check_source, is_quantised
 from sftplay.model.tokenizer import load_tokenizer
 
 
@@ -81,11 +81,6 @@ def test_evaluation_mode_leaves_4_bit_weights_as_they_were(open_base: Any):
     assert all(torch.equal(after[name].quant_state.absmax, value) for name, value in scales.items())
 
 
-def cut_weights(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:5000])
-
-
 def drop_a_layer(folder: Path) -> None:
     path = folder / "model.safetensors"
     kept = {name: value for name, value in load_file(path).items() if "layers.1.mlp.up_proj" not in name}
@@ -97,21 +92,14 @@ def widen_the_config(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 96}))
 
 
-def unknown_architecture(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "gestalt"}))
-
-
 @pytest.mark.parametrize(
     "harm",
     [
         lambda folder: (folder / "model.safetensors").unlink(),
-        cut_weights,
         drop_a_layer,
         widen_the_config,
-        unknown_architecture,
     ],
-    ids=["no weights", "cut short", "a layer is missing", "other shapes", "unknown architecture"],
+    ids=["no weights", "a layer is missing", "other shapes"],
 )
 def test_model_that_cannot_be_loaded_whole_is_refused(harm: Any, broken: Path, open_base: Any):
     harm(broken)
@@ -120,13 +108,6 @@ def test_model_that_cannot_be_loaded_whole_is_refused(harm: Any, broken: Path, o
     assert str(broken) in caught.value.where
     assert "\n" not in caught.value.what
     assert caught.value.fix
-
-
-def test_tokenizer_that_cannot_be_opened_is_refused(broken: Path):
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (broken / name).unlink()
-    with pytest.raises(MachineError, match="no tokenizer could be opened"):
-        load_tokenizer(ModelConfig(name=str(broken)))
 
 
 def edit_tokenizer(folder: Path, **changes: Any) -> None:
@@ -171,12 +152,6 @@ def test_name_of_no_layer_is_refused_with_the_nearest(key: str, name: str, neare
     assert caught.value.nearest[0] == nearest
 
 
-def test_layers_can_be_named_by_the_end_of_their_path(open_base: Any):
-    model = add_adapter(open_base(), LoraConfig(target_modules=["0.self_attn.q_proj"]))
-    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
-    assert adapted == ["base_model.model.model.layers.0.self_attn.q_proj"]
-
-
 def test_layer_that_cannot_have_a_pair_is_refused(open_base: Any):
     with pytest.raises(ConfigError, match=r"cannot adapt these modules .*LlamaRMSNorm"):
         add_adapter(open_base(), LoraConfig(target_modules=["input_layernorm"]))
@@ -191,13 +166,6 @@ def test_source_is_a_folder_with_a_config_a_builtin_or_a_hub_name(tiny_llama: Pa
         check_source("./models/nothing", "here")
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         check_source(str(tmp_path), "here")
-
-
-def test_shape_is_read_from_config_json_and_from_a_nested_text_config(tiny_llama: Path, tmp_path: Path):
-    assert read_shape(str(tiny_llama))["vocab_size"] == 400
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": {"vocab_size": 9}}))
-    assert read_shape(str(tmp_path))["vocab_size"] == 9
-    assert read_shape("org/model") == {}
 
 
 def test_a_model_counts_as_quantised_where_nothing_here_says_otherwise(tiny_llama: Path, broken: Path):
@@ -233,13 +201,6 @@ def test_on_a_model_that_sees_only_the_text_part_trains_and_all_of_it_gets_gradi
     assert trains
     assert all(p.grad is not None for p in trains.values())
     assert not any("vision" in name for name in trains)
-
-
-def test_full_tuning_of_a_model_that_sees_leaves_its_vision_alone(seeing_gemma):
-    model = seeing_gemma()
-    frozen = freeze_outside_text(model)
-    tower = [p for name, p in model.named_parameters() if "vision" in name or "projector" in name]
-    assert frozen == sum(p.numel() for p in tower) > 0
 
 
 def only_pickled(folder: Path) -> Path:
@@ -287,12 +248,6 @@ def test_adapter_that_is_a_pickle_of_that_kind_is_refused_in_the_same_words(open
         attach_adapter(open_base(), tmp_path / "adapter")
 
 
-def test_pickles_beside_safetensors_are_no_reason_to_refuse(broken: Path):
-    (broken / "pytorch_model.bin").write_bytes(b"old")
-    (broken / "training_args.bin").write_bytes(b"old")
-    check_source(str(broken), "here")
-
-
 def test_model_that_needs_its_own_code_is_refused_with_reason_and_key(broken: Path, open_base: Any):
     (broken / "modeling_own.py").write_text("raise SystemExit('foreign code has run')\n")
     path = broken / "config.json"
@@ -305,17 +260,6 @@ def test_model_that_needs_its_own_code_is_refused_with_reason_and_key(broken: Pa
         open_base(broken)
     assert str(broken) in caught.value.what
     assert caught.value.where == "model.trust_remote_code"
-
-
-def test_trust_in_foreign_code_is_said_aloud_with_the_models_name(
-    open_base: Any, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
-):
-    open_base()
-    assert "trust" not in capsys.readouterr().out
-    open_base(model__trust_remote_code=True)
-    load_tokenizer(ModelConfig(name=str(tiny_llama), trust_remote_code=True))
-    said = [line for line in capsys.readouterr().out.splitlines() if "trust_remote_code is true" in line]
-    assert [str(tiny_llama) in line for line in said] == [True, True]
 
 
 def test_adapter_as_model_name_is_refused_with_the_key_for_adapters(tmp_path: Path):

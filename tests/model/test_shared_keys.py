@@ -61,13 +61,6 @@ def test_keys_stay_shared_where_flash_attention_takes_them_and_are_repeated_else
     assert stay_shared(monkeypatch, capability, dtype, autocast) == stays
 
 
-def test_on_a_cpu_torch_takes_shared_keys_as_they_are():
-    q, k = torch.randn(1, HEADS, 16, 8), torch.randn(1, SHARED, 16, 8)
-    assert sdpa_attention.use_gqa_in_sdpa(None, k, k)
-    flash = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
-    assert torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True) == flash
-
-
 def test_a_model_with_repeated_keys_gives_torch_as_many_as_queries_and_the_same_answer(monkeypatch: pytest.MonkeyPatch):
     layer = SimpleNamespace(num_key_value_groups=HEADS // SHARED, is_causal=True)
     query, key, value = (torch.randn(1, heads, 16, 8) for heads in (HEADS, SHARED, SHARED))

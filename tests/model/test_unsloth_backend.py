@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -92,15 +91,6 @@ def test_base_that_is_not_held_in_4_bits_is_refused_though_unsloth_went_on(confi
     assert "tuning.mode: lora" in caught.value.fix
 
 
-def test_base_in_other_numbers_than_asked_is_refused(config: Any, opened: Any, monkeypatch: pytest.MonkeyPatch):
-    class Other(FastLanguageModel):
-        def from_pretrained(self, **options: Any) -> tuple[Any, None]:
-            return super().from_pretrained(**options | {"dtype": torch.float16})
-
-    with pytest.raises(MachineError, match=r"in torch\.float16, not in torch\.float32"):
-        opened(config(), Other())
-
-
 def test_missing_weights_are_refused_though_unsloth_says_nothing(
     config: Any, opened: Any, tiny_llama: Path, tmp_path: Path
 ):
@@ -167,35 +157,3 @@ def test_failing_import_is_an_error_with_its_reason_and_nothing_takes_its_place(
         "tuning.backend unsloth: unsloth cannot be imported (No accelerator? You need a GPU.)",
         "  fix: install what it misses, see the run's log; or write tuning.backend: bnb",
     ]
-
-
-def test_training_process_imports_unsloth_before_the_task_and_only_for_its_runs(config: Any, tmp_path: Path):
-    from sftplay.atomic import write_text
-    from sftplay.config.load import dump_resolved
-    from sftplay.launch.run_folder import RunFolder
-    from sftplay.signals import StopAtOnce
-    from sftplay.tasks import worker
-    from sftplay.train import run_task  # noqa: F401 - its lazy imports must not meet the patched import_module
-
-    steps: list[str] = []
-
-    class Reached(Exception):
-        pass
-
-    def import_task(name: str) -> Any:
-        steps.append(name)
-        raise Reached
-
-    for backend, expected in (("unsloth", ["unsloth", "sftplay.tasks.sft.task"]), ("bnb", ["sftplay.tasks.sft.task"])):
-        folder = RunFolder(tmp_path / backend)
-        folder.create()
-        write_text(folder.resolved, dump_resolved(config().with_values({"tuning.backend": backend}, "test")))
-        steps.clear()
-        with (
-            patch.object(worker, "import_unsloth", lambda: steps.append("unsloth")),
-            patch.object(worker.importlib, "import_module", import_task),
-            patch.object(worker, "quiet_libraries"),
-            pytest.raises(Reached),
-        ):
-            worker._work(folder, StopAtOnce())
-        assert steps == expected

@@ -7,13 +7,16 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from in_process import Finished, Inputs, new_run, train, train_in
+from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 
-from sftplay.train.profiler import idle_share
+from sftplay.config.train import ProfileConfig
+from sftplay.heartbeat import Heartbeat
+from sftplay.train.profiler import ProfileSteps, idle_share
 
 START, STEPS = 2, 2
 
@@ -68,12 +71,6 @@ def test_summary_is_at_most_ten_lines_and_names_time_memory_and_file(run: Finish
     assert lines[0] == "[profile] steps 2 to 3:"
     for part in ("forward", "backward", "aten::", "memory", str(run.folder.path / "profile" / "rank0.trace.json.gz")):
         assert part in text
-    model = run.trainer.model
-    # Adapters r 4 train by AdamW, which keeps two fp32 numbers and a step count (4 bytes) for each weight's tensor.
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer_bytes = sum(2 * 4 * p.numel() + 4 for p in trained)
-    assert f"optimizer {optimizer_bytes / 1024:.1f} KiB" in text
-    assert f"gradients reach {sum(4 * p.numel() for p in trained) / 1024:.1f} KiB" in text
 
 
 def test_weights_and_losses_are_the_same_with_and_without_a_profile(run: Finished, tmp_path: Path, inputs: Inputs):
@@ -100,6 +97,39 @@ def test_every_process_writes_a_trace_with_its_communication(write_config: Any, 
             f"phase: {name}" for name in ("data", "forward", "backward", "communication", "optimizer")
         }
     assert done.stdout.count("[profile] steps 2 to 2:") == 1
+
+
+def test_resumed_run_profiles_only_a_start_that_lies_ahead(tmp_path: Path, inputs: Inputs, capsys: Any):
+    changes = {"train__profile": {"start": 2, "steps": 1}, "train__save_steps": 1, "train__save_total_limit": 4}
+    cfg, folder = new_run(tmp_path, inputs, **changes)
+    train_in(cfg, folder, StopAfter(1))
+    assert not (folder.path / "profile").exists()
+    resumed = cfg.with_values({"train.resume": "auto"}, "test")
+    train_in(resumed, folder, StopAfter(3))
+    trace = folder.path / "profile" / "rank0.trace.json.gz"
+    assert [each["name"] for each in spans(json.loads(gzip.decompress(trace.read_bytes())), "ProfilerStep#")] == [
+        "ProfilerStep#2"
+    ]
+    trace.unlink()
+    capsys.readouterr()
+    train_in(resumed, folder)
+    assert not trace.exists()
+    assert capsys.readouterr().out.count("nothing is profiled: the run continues after step 2") == 1
+
+
+def test_profile_ends_before_an_evaluation_that_falls_between_its_steps(tmp_path: Path, inputs: Inputs):
+    done = train(tmp_path, inputs, train__profile={"start": 1, "steps": 4}, train__eval_steps=2)
+    trace = trace_of(done)
+    assert [each["name"] for each in spans(trace, "ProfilerStep#")] == ["ProfilerStep#1", "ProfilerStep#2"]
+    assert not spans(trace, "phase: evaluation")
+
+
+def test_start_after_the_last_step_is_reported(capsys: Any):
+    heartbeat = Heartbeat()
+    profile = ProfileSteps(ProfileConfig(start=9, steps=1), Path("nowhere"), heartbeat=heartbeat)
+    profile.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=4), None)
+    assert "nothing is profiled: the run ends with step 4, before 9" in capsys.readouterr().out
+    assert heartbeat.listener is None
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sftplay.errors import DataError, SeveralErrors
+from sftplay.errors import SeveralErrors
 from sftplay.tasks.hrm.puzzles.arc import (
     ALPHABET,
     INVERSE,
@@ -28,7 +28,6 @@ from sftplay.tasks.hrm.puzzles.arc import (
     cropped,
     on_canvas,
     parse_name,
-    parse_task,
     read_tasks,
     sample_changes,
     share_solved,
@@ -80,17 +79,6 @@ def test_a_grid_on_the_canvas_has_its_lines_where_there_is_room(cells: np.ndarra
     assert np.array_equal(canvas, expected[:30, :30])
     assert np.array_equal(cropped(np.roll(canvas, (-top, -left), (0, 1)).ravel()), cells)
     assert len(ALPHABET.symbols) == 12
-
-
-def test_a_crop_is_the_largest_rectangle_of_colours_in_the_corner():
-    canvas = np.zeros((30, 30), np.uint8)
-    canvas[0, :5] = 4  # 1 x 5 = 5 cells
-    canvas[1, :3] = 4  # 2 x 3 = 6 cells
-    canvas[2, :1] = 4  # 3 x 1 = 3 cells
-    canvas[7:, 7:] = 9  # does not begin in the corner
-    assert np.array_equal(cropped(canvas.ravel()), np.full((2, 3), 2))
-    canvas[0, 0] = 1
-    assert cropped(canvas.ravel()).size == 0
 
 
 def test_copies_all_differ_and_the_first_is_the_original():
@@ -154,16 +142,6 @@ def test_a_file_that_holds_no_task_is_refused_with_its_place(tmp_path: Path, kin
     assert str(tmp_path / "bad.json") in problem.where
     assert problem.fix
     assert raised.value.exit_code == 4
-
-
-def test_a_byte_order_mark_is_no_fault(tmp_path: Path):
-    (tmp_path / "t.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(as_json(task())).encode())
-    assert [as_json(one_task) for one_task in read_tasks(tmp_path)] == [as_json(task())]
-
-
-def test_a_folder_without_tasks_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="holds no json file"):
-        read_tasks(tmp_path)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/arc")
@@ -236,21 +214,7 @@ def test_a_task_is_solved_when_all_its_test_inputs_are():
     assert share_solved(ranks, ks=(1, 2, 1000)) == {1: (1 + 0.5) / 4, 2: 0.5, 1000: 0.5}
 
 
-def test_votes_do_not_depend_on_the_order_of_the_answers():
-    question = grid("11", "22")
-    answers = [answer(Change(way), question, grid(str(way % 3)), q_halt=0.5) for way in range(8)]
-    (one,) = count_votes(answers).values()
-    (other,) = count_votes(answers[::-1]).values()
-    assert [candidate.grid.tolist() for candidate in one] == [candidate.grid.tolist() for candidate in other]
-
-
 def test_the_highest_and_lowest_scores_are_no_overflow():
     answers = [answer(Change(), grid("1"), grid("1"), q_halt=q) for q in (1e4, -1e4)]
     (ranked,) = count_votes(answers).values()
     assert ranked[0].confidence == 0.5
-
-
-def test_a_task_from_json_names_the_place():
-    with pytest.raises(DataError) as raised:
-        parse_task({"train": [{"input": [[1], [2, 3]], "output": [[1]]}], "test": []}, "t", where="t.json")
-    assert raised.value.where == "t.json train 1 input"

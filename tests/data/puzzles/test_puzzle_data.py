@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,6 @@ from maze_maker import make_maze
 from sftplay.cli import main
 from sftplay.tasks.hrm.puzzles.arc import (
     WAYS,
-    Tally,
-    compute_ranks,
     cropped,
     parse_name,
     read_asked,
@@ -28,7 +23,7 @@ from sftplay.tasks.hrm.puzzles.arc import (
     turned,
 )
 from sftplay.tasks.hrm.puzzles.folder import PuzzleFolder
-from sftplay.tasks.hrm.puzzles.sampler import TestBatches, open_split
+from sftplay.tasks.hrm.puzzles.sampler import open_split
 from sftplay.tasks.hrm.puzzles.sudoku import compute_grid_keys, find_solutions, sample_changes
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
@@ -243,19 +238,6 @@ def test_a_file_without_puzzles_is_refused(kind: str, tmp_path: Path, capsys: py
     assert error["fix"]
 
 
-def test_a_byte_order_mark_and_foreign_line_ends_are_no_fault(
-    puzzles: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    plain = write_csv(tmp_path / "plain.csv", puzzles)
-    marked = tmp_path / "marked.csv"
-    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(b"\r\n", b"\n"))
-    reports = [
-        run(capsys, "--kind=sudoku", f"--in={source}", f"--out={tmp_path / name}", "--aug=0", "--held-out=0.3")
-        for name, source in (("a", plain), ("b", marked))
-    ]
-    assert reports[0]["train"] == reports[1]["train"]
-
-
 @pytest.mark.contract
 def test_all_bad_lines_are_told_up_to_a_hundred(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source = write_csv(tmp_path / "all.csv", [("1", "2")] * 5000)
@@ -402,19 +384,6 @@ def test_every_arc_row_leads_back_to_its_pair(arc: Path):
         assert in_corner == len(only) if split == "test" else 123 <= in_corner < 160
 
 
-def test_right_answers_to_all_copies_win_the_votes(arc: Path):
-    folder = PuzzleFolder.open(arc / "out" / "test")
-    names, tally = read_names(folder.path), Tally()
-    for batch in TestBatches(folder, global_batch=16, rank=0, world=1):
-        for row in np.flatnonzero(batch.mask):
-            labels = np.maximum(batch.labels[row], 0)
-            name = names[batch.puzzle_identifiers[row]]
-            tally.add(name, inputs=batch.inputs[row], predicted=labels, q_halt=1.0)
-    ballots = tally.ballots()
-    assert [ranked[0].votes for ranked in ballots.values()] == [41, 41]
-    assert [max(compute_ranks(task, ballots)) for task in read_asked(folder.path).values()] == [1]  # of one task
-
-
 @pytest.mark.contract
 def test_a_task_on_both_sides_is_refused_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source = write_tasks(tmp_path / "in")
@@ -464,41 +433,6 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert (code, "not a seed" in error["what"]) == (2, True)
     code, error = refusal(capsys, "--kind=arc", out, f"--in={tmp_path}", "--subsample=3")
     assert (code, error["where"]) == (2, "--subsample")
-
-
-def test_a_killed_command_leaves_no_folder_and_the_next_one_makes_it(
-    puzzles: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    write_csv(tmp_path / "in" / "train.csv", puzzles[:40])
-    write_csv(tmp_path / "in" / "test.csv", puzzles[40:])
-    out = tmp_path / "out"
-    words = ["--kind=sudoku", f"--in={tmp_path / 'in'}", f"--out={out}"]
-    # So many copies that it is killed while it writes: the first group appears in the unfinished folder.
-    code = (
-        "import sys\n"
-        "from sftplay.tasks.hrm.puzzles.folder import SplitWriter\n"
-        "add = SplitWriter.add\n"
-        "def slow(self, group):\n"
-        "    add(self, group)\n"
-        "    print('wrote', flush=True)\n"
-        "    sys.stdin.read()\n"
-        "SplitWriter.add = slow\n"
-        "from sftplay.cli import main\n"
-        "main(['puzzle-data', '--workers=1', *sys.argv[1:]])\n"
-    )
-    started = subprocess.Popen([sys.executable, "-c", code, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert started.stdout is not None
-    for line in started.stdout:
-        if line == b"wrote\n":
-            break
-    code_beside, error = refusal(capsys, *words)
-    assert (code_beside, error["what"]) == (2, "another command is writing it")
-    started.send_signal(signal.SIGKILL)
-    started.communicate()
-    assert not out.exists()
-    report = run(capsys, *words, "--aug=2")
-    assert report["train"]["examples"] == 120
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 @pytest.mark.slow

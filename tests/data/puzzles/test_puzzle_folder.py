@@ -90,16 +90,3 @@ def test_a_folder_that_contradicts_itself_is_refused_with_the_file(tmp_path: Pat
     assert raised.value.where.endswith(file)
     assert words in raised.value.what
     assert "make puzzle-data" in raised.value.fix
-
-
-def test_the_folder_of_both_splits_is_told_which_to_name(tmp_path: Path):
-    written(tmp_path / "train")
-    with pytest.raises(DataError, match="holds several splits") as raised:
-        PuzzleFolder.open(tmp_path)
-    assert str(tmp_path / "train") in raised.value.fix
-
-
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(DataError, match="no such folder") as raised:
-        PuzzleFolder.open(tmp_path / "nowhere")
-    assert raised.value.where == str(tmp_path / "nowhere")

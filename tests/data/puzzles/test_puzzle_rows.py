@@ -76,15 +76,6 @@ def test_a_pass_visits_each_group_once_and_takes_no_example_twice(
     assert len(open_puzzle) >= len(shapes) - 2
 
 
-def test_every_puzzle_of_a_group_and_every_example_is_drawn_as_often(folder: PuzzleFolder):
-    counts = Counter(int(row) for batch in sample_batches(folder, 4000) for row in batch.rows)
-    only = folder.sets[0]
-    assert set(counts) == set(range(len(only)))
-    # 24 groups. A visit to group 0 takes example 0, or examples 1 and 2, each in half of the visits.
-    assert counts[0] / counts[1] == pytest.approx(1, abs=0.2)
-    assert counts[1] / counts[2] == pytest.approx(1, abs=0.2)
-
-
 def test_a_restored_sampler_goes_on_as_if_nothing_had_happened(folder: PuzzleFolder):
     whole = sample_batches(folder, 60)
     for at in (0, 1, 7, 8, 23, 41):
@@ -106,23 +97,6 @@ def test_a_state_of_other_settings_is_refused(folder: PuzzleFolder):
         TrainBatches(folder, seed=5, global_batch=8, rank=0, world=1).restore(state)
 
 
-def test_seeds_and_passes_have_orders_of_their_own(folder: PuzzleFolder):
-    assert not np.array_equal(sample_batches(folder, 1)[0].rows, sample_batches(folder, 1, seed=6)[0].rows)
-    rows = TrainBatches(folder, seed=5, global_batch=6, rank=0, world=1, epochs_per_pass=1)
-    firsts = {}
-    while len(firsts) < 3:
-        batch = next(rows)
-        firsts.setdefault(rows.passes, batch.rows.tolist())
-    assert len({tuple(first) for first in firsts.values()}) == 3
-
-
-def test_numpys_own_stream_changes_nothing(folder: PuzzleFolder):
-    expected = sample_batches(folder, 3)
-    np.random.seed(1)
-    np.random.rand(3)
-    assert all(np.array_equal(a.rows, b.rows) for a, b in zip(expected, sample_batches(folder, 3), strict=True))
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_measurement_has_each_row_once_and_says_what_is_padding(folder: PuzzleFolder, world: int):
     shares = [TestBatches(folder, global_batch=12, rank=rank, world=world) for rank in range(world)]
@@ -142,38 +116,9 @@ def test_a_measurement_has_each_row_once_and_says_what_is_padding(folder: Puzzle
     assert seen == list(range(len(folder)))
 
 
-def test_labels_of_padding_cells_are_ignored(tmp_path: Path):
-    folder = tmp_path / "test"
-    folder.mkdir()
-    rows = np.array([[1, 2]], np.uint8)
-    write_folder(folder, [Group(rows, np.array([[0, 5]], np.uint8))], alphabet=ALPHABET)
-    batch = next(iter(TestBatches(PuzzleFolder.open(folder), global_batch=1, rank=0, world=1)))
-    assert batch.labels.tolist() == [[IGNORE_INDEX, 5]]
-
-
 def test_a_batch_that_cannot_be_split_or_filled_is_refused(folder: PuzzleFolder):
     with pytest.raises(ConfigError, match="cannot be split evenly over 4 processes"):
         TrainBatches(folder, seed=0, global_batch=6, rank=0, world=4)
     # The smallest puzzles of the six shapes have 1 + 3 + 1 + 1 + 2 + 1 = 9 examples, four times 36.
     with pytest.raises(ConfigError, match="37 rows are more than the 36 that a pass"):
         TrainBatches(folder, seed=0, global_batch=37, rank=0, world=1, epochs_per_pass=1)
-
-
-def test_a_batch_may_be_larger_than_an_epoch_and_little_is_dropped(folder: PuzzleFolder):
-    rows = TrainBatches(folder, seed=0, global_batch=500, rank=0, world=1)
-    counts: Counter[int] = Counter()
-    n_batches = 0
-    while not rows.passes:
-        batch = next(rows)
-        if not rows.passes:
-            n_batches += 1
-            counts.update(batch.rows.tolist())
-    # 100 batches of the smallest puzzles; the mean of each group's puzzles is larger than its smallest.
-    assert n_batches >= 100
-    # Each group is visited once an epoch; those of one puzzle without a choice show it.
-    only, epochs = folder.sets[0], rows.epochs_per_pass
-    alone = [int(only.group_indices[group]) for group in range(24) if np.diff(only.group_indices)[group] == 1]
-    for puzzle in alone:
-        for row in range(*only.puzzle_indices[puzzle : puzzle + 2]):
-            # What is dropped: the last batch, and the rest of the puzzle that fills a batch.
-            assert epochs - 500 / len(folder) * 3 - n_batches <= counts[row] <= epochs

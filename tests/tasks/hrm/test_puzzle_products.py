@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sftplay.tasks.hrm import network as linear
-from sftplay.tasks.hrm.network import OneDnnProduct, multiplies_by_one_dnn
+from sftplay.tasks.hrm.network import OneDnnProduct
 
 HAS_ONE_DNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a torch with oneDNN")
 
@@ -42,19 +41,3 @@ def test_a_gradient_that_is_one_number_for_all_reaches_both_sides_of_a_product()
     frozen = given(3, 4, seed=1)
     OneDnnProduct.apply(frozen, weight).sum().backward()
     assert frozen.grad is None
-
-
-@HAS_ONE_DNN
-def test_one_dnn_multiplies_fp32_on_cpus_of_amd_with_avx_512_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(linear, "has_amd_cpu", lambda: True)
-    answers = {}
-    for capability in ("AVX512", "AVX2", "DEFAULT"):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        answers[capability] = multiplies_by_one_dnn(torch.zeros(1))
-        for other in (torch.float64, torch.bfloat16):
-            assert not multiplies_by_one_dnn(torch.zeros(1, dtype=other))
-        assert not multiplies_by_one_dnn(torch.zeros(1, device="meta"))
-    assert answers == {"AVX512": True, "AVX2": False, "DEFAULT": False}
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(linear, "has_amd_cpu", lambda: False)
-    assert not multiplies_by_one_dnn(torch.zeros(1))

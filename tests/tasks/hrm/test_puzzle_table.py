@@ -8,7 +8,6 @@ import pytest
 import torch
 from gloo_ranks import on_ranks
 
-from sftplay.tasks.hrm import network as table_share
 from sftplay.tasks.hrm.network import ALL_ROWS, PuzzleTable, TableShare, Touched
 
 IDS, DIM, RATE, DECAY = 50, 6, 0.03, 0.7
@@ -80,21 +79,6 @@ def test_ranks_fetch_the_rows_of_any_identifiers_exactly_from_those_that_hold_th
     for ids, found in zip(asked, on_ranks(3, work, tmp_path), strict=True):
         assert torch.equal(found[:-1], whole[ids])
         assert float(found[-1, 0]) == pytest.approx(float(whole.norm()))
-
-
-def test_a_table_that_is_collected_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(table_share, "PIECE_BYTES", 7 * DIM * 4 * 2)  # 25 rows a rank in pieces of 7
-    assert torch.equal(on_ranks(2, lambda: trained(0, is_sharded=True), tmp_path)[0], started().rows)
-
-
-def test_opposite_gradients_of_two_ranks_cancel_to_no_move_and_the_row_still_decays(tmp_path: Path):
-    def work() -> torch.Tensor:
-        table, sign = started(), 1 - 2 * torch.distributed.get_rank()
-        table.update(Touched(torch.tensor([7]), sign * torch.ones(1, DIM)), rate=RATE, weight_decay=DECAY)
-        return table.rows
-
-    for rows in on_ranks(2, work, tmp_path):
-        assert torch.equal(rows[7], started().rows[7] * (1 - RATE * DECAY))
 
 
 def test_duplicates_are_summed_before_the_sign_and_a_row_decays_before_it_moves_by_the_rate():

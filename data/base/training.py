@@ -1,24 +1,78 @@
-"""How `builtin:tiny` is trained from texts, where another recipe or text than the shipped one is asked for."""
+"""How `builtin:tiny` is trained from the texts of this folder. `generate.py --weights` calls it."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sftplay.atomic import write_text
 from sftplay.data.render.templates import CHATML
-from sftplay.model.toys import Recipe, make_llama, save_model
+from sftplay.model.builtin import MANIFEST
+from sftplay.model.toys import make_llama, save_model
 
 PRACTICE = "practice.txt"
 
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides the weights of `builtin:tiny`, except the texts."""
+
+    vocab_size: int = 768
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    layers: int = 4
+    heads: int = 4
+    max_position_embeddings: int = 2048
+    steps: int = 300
+    rows: int = 16
+    """Windows of text in a step."""
+
+    tokens: int = 96
+    """Tokens in a window."""
+
+    learning_rate: float = 0.01
+    """Peak of Muon, for the matrices inside the layers."""
+
+    embedding_learning_rate: float = 6e-3
+    """Peak of AdamW, for embeddings and norms."""
+
+    practice_share: float = 0.8
+    """Share of the windows sampled from practice.txt; the other texts share the rest."""
+
+    seed: int = 7
+    version: int = 2
+    """Raised when the training in this file changes, so that older caches are not taken for new ones."""
+
+
+def fingerprint(recipe: Recipe, text_dir: Path) -> str:
+    """Return twelve hex digits that change with a text, the chat template or the recipe."""
+    digests = (
+        f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in sorted(text_dir.glob("*.txt"))
+    )
+    parts = [json.dumps(asdict(recipe), sort_keys=True), CHATML, *digests]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def write_manifest(folder: Path, *, fingerprint: str, recipe: dict[str, Any], made_with: dict[str, str]) -> None:
+    """Write a list of the files of `folder` with their hashes and their origin."""
+    files = (path for path in sorted(folder.iterdir()) if path.name != MANIFEST)
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    content = {"fingerprint": fingerprint, "sha256": hashes, "made_with": made_with, "recipe": recipe}
+    write_text(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 
 
 @torch.no_grad()
