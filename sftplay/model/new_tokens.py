@@ -17,8 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.digests import content_digest
+from sftplay.data.cache import content_digest, ensure_folder, fingerprint
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.terms import find_terms, find_text_source, list_words, read_terms, training_texts

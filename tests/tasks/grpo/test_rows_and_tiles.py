@@ -15,7 +15,7 @@ from grpo_toy import letter_tokenizer, tiny_llama
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
-from sftplay.data.questions import Questions
+from sftplay.data.load_prompts import Questions
 from sftplay.tasks.grpo.sampling import PromptRows
 from sftplay.train.upstream import fitted_tiles
 
