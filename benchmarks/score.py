@@ -28,7 +28,7 @@ from transformers import logging as transformers_logging
 from benchmarks.overhead import cpu_name
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.data.render.render import Renderer
 from sftplay.model.load import load_start, start_adapter
 from sftplay.model.tokenizer import load_tokenizer

@@ -1,4 +1,4 @@
-"""Folders of the cache with their keys, and the lengths of rows that were tokenized before."""
+"""The cache of prepared rows: its folders and their keys, digests of the files, the lengths of the rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ from sftplay.atomic import locked, read_object, resumed_folder, whole_folder, wr
 from sftplay.config.data import row_paths
 from sftplay.config.run import RunConfig
 from sftplay.data.files import list_files
+from sftplay.data.read import describe_unreadable, is_hub_name
 from sftplay.errors import ConfigError, DataError, RunError
 
 BLOCK_BYTES, SAMPLED_BYTES = 1 << 20, 1 << 28
@@ -33,18 +35,14 @@ def ensure_folder(
 ) -> Path:
     """Return `folder`, sound and complete; `write_files(unfinished)` fills it first if it is missing or damaged.
 
-    One process makes it while others wait. A `write_files` that fails or is killed leaves no such folder; with
-    `resumes` it gets what a killed one has left. `setting` is what sets the place, for errors.
-
-    Raises:
-        ConfigError: nothing can be written there.
-        RunError: there is no room for it.
+    One process makes it while others wait. With `resumes`, `write_files` gets what a killed one has left.
+    Raise ConfigError where nothing can be written, RunError where there is no room; `setting` sets the place.
     """
     if is_sound(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(get_lock_path(folder)):
+        with locked(folder.with_name(f"{folder.name}.lock")):
             if not is_sound(folder):
                 with resumed_folder(folder) if resumes else whole_folder(folder, replaces=True) as unfinished:
                     write_files(unfinished)
@@ -60,11 +58,6 @@ def ensure_folder(
         fix = f"set {setting} to a folder that can be written"
         raise ConfigError(f"cannot be written: {reason}", where=where, fix=fix) from error
     return folder
-
-
-def get_lock_path(folder: Path) -> Path:
-    """Return the path of the lock that a process holds while it makes a folder."""
-    return folder.with_name(f"{folder.name}.lock")
 
 
 def is_sound(folder: Path) -> bool:
@@ -91,7 +84,67 @@ def _checksums(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-FOLDER = "lengths"
+def content_digest(path: str) -> str:
+    """Return a hex digest that changes whenever a byte of the rows, or a file's name in a folder, changes."""
+    if is_hub_name(path):
+        from sftplay.data.tables import hub_digest
+
+        return hub_digest(path)
+    digest = hashlib.blake2b()
+    for file in list_files(path):
+        digest.update(str(file.relative_to(path)).encode() + b"\0" + file_digest(file))
+    return digest.hexdigest()[:32]
+
+
+def file_digest(file: Path) -> bytes:
+    """Return the digest of all bytes of a file, or raise DataError where it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "blake2b").digest()
+    except OSError as error:
+        raise describe_unreadable(file, 0, error=error) from error
+
+
+DIGESTS = "digests"
+WORTH_BYTES = 1 << 24  # smaller files are hashed at once
+GRAIN_NS = 2_000_000_000
+"""Two changes within the clock's grain leave one stamp. A file that was changed so shortly before is hashed again."""
+
+
+def kept_digest(path: str, folder: str) -> str:
+    """As `content_digest`; that of a large file or folder is kept below `folder` while no file's stamp changes."""
+    if is_hub_name(path):
+        return content_digest(path)
+    stamps = _read_stamps(path)
+    if sum(stamp[1] for stamp in stamps) < WORTH_BYTES:
+        return content_digest(path)
+    note = Path(folder) / DIGESTS / f"{fingerprint({'path': str(Path(path).absolute())})}.json"
+    known = read_object(note)
+    if known.get("stamps") == stamps:
+        return str(known["digest"])
+    began = time.time_ns()
+    digest = content_digest(path)
+    if max(stamp[4] for stamp in stamps) < began - GRAIN_NS and _read_stamps(path) == stamps:
+        with suppress(OSError):
+            write_text(note, json.dumps({"path": path, "stamps": stamps, "digest": digest}))
+    return digest
+
+
+def _read_stamps(path: str) -> list[list[Any]]:
+    """Name, size, inode, and the times in ns of the last change of content, and of anything: no program sets that."""
+    found = [(str(file), file.stat()) for file in list_files(path)]
+    return [[name, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in found]
+
+
+def expect_unchanged(digests: Mapping[str, str], folder: str) -> None:
+    """Raise DataError where a digest of `kept_digest` from before no longer holds: the file was written to."""
+    for path, digest in digests.items():
+        if kept_digest(path, folder) != digest:
+            fix = "start again when nothing writes to it any more"
+            raise DataError("has changed while it was read", where=path, fix=fix)
+
+
+LENGTHS = "lengths"
 
 
 def note_lengths(cfg: RunConfig, report: Mapping[str, Any]) -> None:
@@ -133,4 +186,4 @@ def _find_note(cfg: RunConfig) -> Path | None:
     if cfg.learns_documents:
         sources = [source.model_dump(exclude={"name"}) for source in cfg.datasets]
         parts |= {"cpt": cfg.cpt.model_dump(exclude={"train_tokens"}), "sources": sources}
-    return Path(data.processed_dir) / FOLDER / f"{fingerprint(parts)}.json"
+    return Path(data.processed_dir) / LENGTHS / f"{fingerprint(parts)}.json"

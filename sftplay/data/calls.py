@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from sftplay.data.files import describe_type, expect_list, expect_text, is_blank, listed, parse_json, refuse
 from sftplay.data.records import Call, Message, Role
-from sftplay.data.row_fields import describe_type, expect_list, expect_text, is_blank, listed, parse_json, refuse
 
 DEEPEST = 100
 """Most levels inside a call's arguments or a tool: deeper ones could not be handed from process to process."""

@@ -11,11 +11,10 @@ from typing import Any
 
 from sftplay import log
 from sftplay.atomic import check_new_file, whole_file
-from sftplay.data.load_prompts import Prompts
+from sftplay.data.load_prompts import Prompts, Questions
 from sftplay.data.mixture.load import MixtureRows
 from sftplay.data.mixture.mixture import source_and_block
 from sftplay.data.pipeline import Examples
-from sftplay.data.questions import Questions
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.data.row_outcomes import Side
 from sftplay.errors import ConfigError

@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import TextIO
 
-from sftplay.data.files import BOM, LONGEST, TOO_LONG, Charset
+from sftplay.data.files import BOM, BROKEN_JSON, LONGEST, TOO_LONG, Charset
 from sftplay.data.records import Refused, Source
-from sftplay.data.row_fields import BROKEN_JSON
 from sftplay.errors import DataError
 
 

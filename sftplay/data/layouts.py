@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from sftplay.config.data import DataConfig
+from sftplay.config.data import DataConfig, Layout
 from sftplay.config.run import RunConfig
+from sftplay.data.files import RowFields, expect_list, expect_text, is_blank, listed, refuse
 from sftplay.data.records import Chat, Message, Record, Source, Text
-from sftplay.data.row_fields import RowFields, expect_list, expect_text, is_blank, listed, refuse
-from sftplay.data.turns import check_order, openai_turns, prompt_turns
+from sftplay.data.turns import check_order, openai_turns, prompt_turns, sharegpt_turns
 from sftplay.errors import DataError
-
-if TYPE_CHECKING:
-    from sftplay.config.data import Layout
 
 
 def select_data_config(cfg: RunConfig, kind: str) -> DataConfig:
@@ -57,17 +54,13 @@ class Body:
 class Shape:
     """The columns of a layout and how its body is read from them."""
 
-    needs: tuple[Names, ...]  # first the column of the question
+    needs: tuple[Names, ...]  # first the column of the question, for `ask`
     may: tuple[Names, ...] = ()
     body: Callable[[RowFields], Body] | None = None  # None: plain text
     ask: Callable[[RowFields], tuple[Message, ...]] | None = None
-    """The turns up to the question, perhaps with its answer, of a row without one too. None: the text in `asked`."""
+    """The turns up to the question, perhaps with its answer, of a row without one too. None: the text in `needs[0]`."""
 
     is_published: bool = False  # the layout belongs to one data set, so its columns keep their names
-
-    @property
-    def asked(self) -> Names:
-        return self.needs[0]
 
     @property
     def fields(self) -> set[str]:
@@ -105,15 +98,13 @@ def needed_text(row: RowFields, names: Names) -> str:
     return expect_text(value, name)
 
 
-def _from_messages(row: RowFields) -> Body:
-    return Body(openai_turns(needed(row, ("messages",))[1], "messages"))
+def _ask_messages(row: RowFields) -> tuple[Message, ...]:
+    return openai_turns(needed(row, ("messages",))[1], "messages")
 
 
-def _from_sharegpt(row: RowFields) -> Body:
-    from sftplay.data.sharegpt import sharegpt_turns
-
+def _ask_sharegpt(row: RowFields) -> tuple[Message, ...]:
     name, value = needed(row, TURNS)
-    return Body(sharegpt_turns(value, name))
+    return sharegpt_turns(value, name)
 
 
 def _from_alpaca(row: RowFields) -> Body:
@@ -151,10 +142,6 @@ def _from_prompt(row: RowFields) -> Body:
     return Body((*before, *after), len(before))
 
 
-def _ask_prompt(row: RowFields) -> tuple[Message, ...]:
-    return prompt_turns(row["prompt"], "prompt", role="user")
-
-
 def _from_problem(row: RowFields) -> Body:
     from sftplay.data.problem import format_answer, format_question, reward_columns, to_problem
 
@@ -165,9 +152,14 @@ def _from_problem(row: RowFields) -> Body:
 
 _MBPP = [(name,) for name in ("task_id", "test_imports", "test_setup_code", "challenge_test_list", "source_file")]
 
+
+def _ask_prompt(row: RowFields) -> tuple[Message, ...]:
+    return prompt_turns(row["prompt"], "prompt", role="user")
+
+
 SHAPES: Mapping[Layout, Shape] = {
-    "messages": Shape((("messages",),), (SYSTEM, TOOLS), _from_messages, lambda row: _from_messages(row).turns),
-    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt, lambda row: _from_sharegpt(row).turns),
+    "messages": Shape((("messages",),), (SYSTEM, TOOLS), lambda row: Body(_ask_messages(row)), _ask_messages),
+    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), lambda row: Body(_ask_sharegpt(row)), _ask_sharegpt),
     "alpaca": Shape((INSTRUCTION, OUTPUT), (("input",), ("history",), SYSTEM, TOOLS), _from_alpaca, _ask_alpaca),
     "system_user_assistant": Shape((USER, ASSISTANT), (SYSTEM,), _from_pair(USER, ASSISTANT)),
     "prompt_completion": Shape((PROMPT, COMPLETION), (SYSTEM, TOOLS), _from_prompt, _ask_prompt),
@@ -201,9 +193,7 @@ class LayoutOptions:
     """The settings by which rows are understood."""
 
     format: Layout | Literal["auto"] = "auto"
-    columns: tuple[tuple[str, str], ...] = ()
-    """Pairs of our field and the file's column; a field that is not listed keeps its own name."""
-
+    columns: tuple[tuple[str, str], ...] = ()  # our field, the file's column; other fields keep their own names
     system: str | None = None  # system prompt of every chat without one
 
 

@@ -3,31 +3,88 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from datasets import Dataset
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.digests import expect_unchanged, kept_digest
+from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, kept_digest
 from sftplay.data.layouts import read_layout_options
 from sftplay.data.order import compute_keys, is_held_out
 from sftplay.data.pipeline import DEFAULT_SPLIT, describe_rows, sample_records
 from sftplay.data.problem import published_test_id
 from sftplay.data.prompts import Prompt, read_beginning, read_reward_columns, to_prompt
-from sftplay.data.questions import Questions, open_writer
 from sftplay.data.read import read_dialect, read_rows
-from sftplay.data.records import Refused
+from sftplay.data.records import Refused, Source
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import resolve_template
 from sftplay.data.row_outcomes import SIDES, Example, RowOutcome, RowPolicies, Side, hash64, total, where_rows_went
 from sftplay.data.tokenize import REFUSED, REPORT, Input, refused_line
 from sftplay.errors import DataError
+
+FIELDS = {"row": pa.int64(), "input_ids": pa.list_(pa.int64()), "content": pa.string()}
+SCHEMA = pa.schema(FIELDS | {"path": pa.string(), "line": pa.int64(), "record": pa.int64()})
+"""`content` is JSON text: in Arrow's own columns each object would get the keys of all the others."""
+
+
+@dataclass(frozen=True)
+class Question:
+    row: int
+    """The row's number in its file, from 0."""
+
+    ids: list[int]
+    question: str
+    """The words of its last turn, or the beginning of a plain text."""
+
+    columns: dict[str, Any]
+    """The columns that rewards read, by name."""
+
+
+class Questions:
+    """Prompts by their number, read from disk as they are needed."""
+
+    def __init__(self, rows: Dataset) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Question:
+        row = self.rows[number]
+        content = json.loads(row["content"])
+        return Question(row["row"], row["input_ids"], content["question"], content["columns"])
+
+    @property
+    def row_numbers(self) -> list[int]:
+        return list(self.rows["row"])
+
+    def find_place(self, number: int) -> str:
+        """Return the place of the row, as `Source` prints it."""
+        row = self.rows[number]
+        return str(Source(row["path"], row["line"], row["record"]))
+
+
+@contextmanager
+def open_writer(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that appends a row of SCHEMA to a new file; the rows are written many at a time."""
+    rows: list[dict[str, Any]] = []
+    with pa.ipc.new_stream(str(path), SCHEMA) as stream:
+
+        def append(row: dict[str, Any]) -> None:
+            rows.append(row)
+            if len(rows) == 256:
+                stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
+                rows.clear()
+
+        yield append
+        if rows:
+            stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
 
 
 def prompts_table(report: Mapping[str, Any]) -> str:

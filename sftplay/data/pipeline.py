@@ -19,8 +19,7 @@ from datasets import Dataset
 
 from sftplay.config.data import DataConfig
 from sftplay.config.run import RunConfig
-from sftplay.data.cache import ensure_folder, fingerprint, is_sound, note_lengths
-from sftplay.data.digests import expect_unchanged, kept_digest
+from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, is_sound, kept_digest, note_lengths
 from sftplay.data.layouts import read_layout_options, to_record
 from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sftplay.config.data import Layout
+from sftplay.data.files import RowFields, listed, refuse
 from sftplay.data.layouts import (
     DEFAULT_OPTIONS,
     SHAPES,
@@ -19,12 +21,8 @@ from sftplay.data.layouts import (
     to_record,
 )
 from sftplay.data.records import Chat, Message, Source, Text
-from sftplay.data.row_fields import RowFields, listed, refuse
 from sftplay.data.turns import check_order
 from sftplay.errors import DataError
-
-if TYPE_CHECKING:
-    from sftplay.config.data import Layout
 
 ANSWER = "answer"
 """The column of the right answer: that of the row, else the last assistant turn of the row."""
@@ -93,12 +91,12 @@ def read_prompt(
     shapes = [SHAPES[name] for name in (*first, *QUESTIONS) if not (SHAPES[name].is_published and reading.columns)]
     try:
         row = rename_columns(row, reading, is_partial=True)
-        shape = next((shape for shape in shapes if optional(row, shape.asked) is not None), None)
+        shape = next((shape for shape in shapes if optional(row, shape.needs[0]) is not None), None)
         if shape is None:
-            columns = ", ".join(repr(SHAPES[name].asked[0]) for name in QUESTIONS if not SHAPES[name].is_published)
+            columns = ", ".join(repr(SHAPES[name].needs[0][0]) for name in QUESTIONS if not SHAPES[name].is_published)
             fix = f"name the question with one of {columns}; or map its column with data.columns"
             refuse(f"has no question; its keys are {listed(row)}", fix)
-        turns = tie_results(shape.ask(row) if shape.ask else (Message("user", needed_text(row, shape.asked)),))
+        turns = tie_results(shape.ask(row) if shape.ask else (Message("user", needed_text(row, shape.needs[0])),))
         check_order(turns)
         if len(turns) > 1 and turns[-1].role == "assistant":
             turns = turns[:-1]
@@ -112,7 +110,7 @@ def read_prompt(
 def read_beginning(row: RowFields, *, reading: LayoutOptions = DEFAULT_OPTIONS) -> str:
     """Return the text of a row that is plain text, which a model goes on writing; empty for every other row."""
     view = rename_columns(row, reading, is_partial=True)
-    is_asked = any(optional(view, SHAPES[layout].asked) is not None for layout in QUESTIONS)
+    is_asked = any(optional(view, SHAPES[layout].needs[0]) is not None for layout in QUESTIONS)
     text = None if is_asked and reading.format != "text" else optional(view, ("text",))
     return text if isinstance(text, str) else ""
 

@@ -1,7 +1,4 @@
-"""Rows of files, folders and hub data sets, each with the place it came from.
-
-A row that cannot be read comes out as `Refused`, so it is counted. A file that cannot be read at all is a
-`DataError`. What a row means is decided in `layouts`; the network is `hub`'s business."""
+"""Rows of files, folders and hub data sets, each with the place it came from; one that cannot be read is `Refused`."""
 
 from __future__ import annotations
 
@@ -37,9 +34,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 class Dialect:
     """How to read text files: what their bytes do not show."""
 
-    encoding: str = "auto"
-    """Python's name; auto is UTF-8, or UTF-16 and UTF-32 where they show. A byte order mark is always believed."""
-
+    encoding: str = "auto"  # Python's name; auto is UTF-8, or UTF-16 and UTF-32 where they show
     delimiter: str = "auto"  # character between the cells of csv and tsv; auto finds it in the header
 
 
@@ -55,9 +50,7 @@ def read_rows(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source,
 
 def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, UnparsedRow]]:
     """Yield every row of a file, of all files below a folder or, if `path` can only be a hub name, of that data set.
-
-    Rows of JSON come unparsed, for `parsed`, which may run in another process. Blank lines are not rows.
-    Raise DataError where there is no such file, or it cannot be read as what it claims to be.
+    Rows of JSON come unparsed, for `parsed`. Raise DataError where a file cannot be read as what it claims to be.
     """
     if is_hub_name(path):
         from sftplay.data.tables import read_hub_rows

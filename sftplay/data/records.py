@@ -1,7 +1,4 @@
-"""The canonical records: the only shapes in which training data travels through the kit.
-
-Nothing here reads a file, knows a tokenizer or decides a policy.
-"""
+"""The canonical records: the only shapes in which training data travels through the kit."""
 
 from __future__ import annotations
 

@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sftplay.config.data import DataConfig
-from sftplay.data.files import UnparsedRow, parsed
+from sftplay.data.files import FIX_ROW, RowFields, UnparsedRow, parsed
 from sftplay.data.layouts import DEFAULT_OPTIONS, SHAPES, LayoutOptions, find_layout, picked, rename_columns, to_record
 from sftplay.data.order import compute_keys, is_held_out
 from sftplay.data.problem import published_test_id
 from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, Text
 from sftplay.data.render.labels import Rendered
 from sftplay.data.render.render import Renderer
-from sftplay.data.row_fields import FIX_ROW, RowFields
 from sftplay.errors import DataError
 
 CUT_AWAY = "no_trainable_token_after_cut"  # why a row is dropped if only its prompt is left after the cut

@@ -1,12 +1,12 @@
-"""Messages as OpenAI writes them become canonical turns."""
+"""Turns as OpenAI, ShareGPT and their relatives write them become canonical messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from sftplay.data.files import describe_type, expect_list, expect_text, is_blank, listed, parse_json, refuse
 from sftplay.data.records import Call, Message, Role
-from sftplay.data.row_fields import describe_type, expect_list, expect_text, is_blank, listed, refuse
 from sftplay.errors import nearest_names
 
 OPENAI_ROLES: dict[str, Role] = {
@@ -130,3 +130,38 @@ def refuse_role(role_name: object, turn: Mapping[str, Any], *, name: str, known:
     meant: dict[str, Role] = {**SHAREGPT_ROLES, "developer": "system", "ai": "assistant"}
     near: str = meant.get(role_name.lower()) or "".join(nearest_names(role_name[:40], known)[:1])
     refuse(f"{name} has the unknown role {role_name[:40]!r}" + (f"; did you mean {near!r}?" if near else ""))
+
+
+def sharegpt_turns(value: object, name: str) -> tuple[Message, ...]:
+    """Read a list of objects with `from` and `value`, or their variants, as messages, in order."""
+    messages = []
+    for index, turn in enumerate(expect_list(value, repr(name), of="turns")):
+        place = f"{name}[{index}]"
+        if not isinstance(turn, Mapping):
+            refuse(f"{place} is {describe_type(turn)}, not an object with from and value")
+        key = next((key for key in ("value", "content", "text") if turn.get(key) is not None), "value")
+        role_name = turn.get("from")
+        role_name = turn.get("role") if role_name is None else role_name
+        plain = role_name.strip().lower() if isinstance(role_name, str) else ""
+        role = SHAREGPT_ROLES.get(plain)
+        if plain in ("function_call", "tool_call"):
+            messages.append(_read_calling_turn(turn, place, key=key))
+        elif role is None:
+            refuse_role(role_name, turn, name=place, known=SHAREGPT_ROLES)
+        else:
+            messages.append(read_message(role, turn, name=place, key=key))
+    return tuple(messages)
+
+
+def _read_calling_turn(turn: Mapping[str, Any], name: str, *, key: str) -> Message:
+    """Read a turn of the assistant that is nothing but calls: one of them or a list, mostly as JSON text."""
+    from sftplay.data.calls import read_call
+
+    check_keys("assistant", turn, name=name)
+    value = turn.get(key)
+    if isinstance(value, str):
+        value = parse_json(value, f"{name}.{key}", due="a call")
+    calls = value if isinstance(value, list | tuple) else [value]
+    if not calls:
+        refuse(f"{name}.{key} has no call in it")
+    return Message("assistant", "", tuple(read_call(call, f"{name}.{key}[{n}]") for n, call in enumerate(calls)))

@@ -12,8 +12,7 @@ from typing import Any
 from sftplay import log
 from sftplay.config.rewards import RewardConfig
 from sftplay.config.run import RunConfig
-from sftplay.data.load_prompts import Prompts
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Prompts, Question
 from sftplay.evaluate.code import mean_pass_at_k
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer, write_measurement
 from sftplay.generate.generate import Generator, answer_all

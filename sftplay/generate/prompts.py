@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from sftplay.data.digests import content_digest, file_digest
-from sftplay.data.files import BOM, Charset, list_files
+from sftplay.data.cache import content_digest, file_digest
+from sftplay.data.files import BOM, Charset, RowFields, list_files
 from sftplay.data.json_document import text_lines
 from sftplay.data.layouts import LayoutOptions
 from sftplay.data.prompts import Prompt, to_prompt
 from sftplay.data.read import Dialect, read_rows
 from sftplay.data.records import Refused, Source
-from sftplay.data.row_fields import RowFields
 from sftplay.errors import DataError
 
 TEXT = ".txt"

@@ -18,10 +18,10 @@ from typing import Any
 from sftplay.config.load import load_config
 from sftplay.config.resolved import flow
 from sftplay.config.run import RunConfig
+from sftplay.data.files import listed
 from sftplay.data.layouts import LayoutOptions, detect_layout, read_layout_options, to_record
 from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source
-from sftplay.data.row_fields import listed
 from sftplay.errors import ConfigErrors, DataError, MachineError
 from sftplay.machine.probe import Machine
 from sftplay.model.libraries import unneeded_for_rows

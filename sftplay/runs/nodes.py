@@ -20,7 +20,7 @@ from sftplay.config.data import row_paths
 from sftplay.config.keys import flatten
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
-from sftplay.data.digests import content_digest
+from sftplay.data.cache import content_digest
 from sftplay.data.read import is_hub_name
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.command import Scale

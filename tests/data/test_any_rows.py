@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
+from contextlib import suppress
 from typing import Any, get_args
 
 from hypothesis import given
@@ -113,6 +113,8 @@ def changed_rows(draw: Any) -> dict[str, Any]:
 @given(ROW | changed_rows(), st.just(LayoutOptions()) | READINGS)
 def test_any_row_is_a_record_that_obeys_the_rules_or_a_refusal(row: dict[str, Any], reading: LayoutOptions):
     unused_columns(row, reading)
+    with suppress(DataError):
+        assert read_prompt(row, HERE, reading=reading)[0][-1].role in ("user", "tool")
     try:
         record = to_record(row, HERE, reading=reading)
     except DataError as error:
@@ -122,16 +124,6 @@ def test_any_row_is_a_record_that_obeys_the_rules_or_a_refusal(row: dict[str, An
         return
     assert str(refusal).startswith("rows.jsonl:7: ")
     str(refusal).encode("utf-8")
-
-
-@given(ROW | changed_rows(), st.just(LayoutOptions()) | READINGS)
-def test_any_prompt_can_be_answered_or_is_refused(row: dict[str, Any], reading: LayoutOptions):
-    try:
-        messages, tools = read_prompt(row, HERE, reading=reading)
-    except DataError:
-        return
-    assert messages[-1].role in ("user", "tool")
-    assert isinstance(json.loads(tools or "[]"), list)
 
 
 @given(st.lists(st.sampled_from("suact"), max_size=9))

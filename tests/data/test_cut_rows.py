@@ -10,8 +10,7 @@ import pytest
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import load_examples
-from sftplay.data.records import Source
-from sftplay.data.row_outcomes import RowCounts, RowOutcome, report_table
+from sftplay.data.row_outcomes import report_table
 from sftplay.errors import DataError
 
 
@@ -40,13 +39,6 @@ def test_rows_cut_in_masses_are_a_warning_with_the_length_that_keeps_them(writte
     assert f"the longest has {longest}; model.max_seq_len: {enough} keeps 99 % of them whole" in warning
     assert f"loses {report['lost_to_cut_share']:.0%} of what they teach" in warning
     assert f"warning        {warning}" in report_table(report)
-
-
-def test_the_length_that_is_named_keeps_the_rows(written, tokenizer):
-    cfg = written([5, *[60] * 199, 5000], too_long="truncate")
-    enough = load_examples(cfg, tokenizer).report["tokens_that_keep_99_percent"]
-    report = load_examples(cfg.with_values({"model.max_seq_len": enough}, "test"), tokenizer).report
-    assert (report["cut"], report["warnings"]) == (1, [])
 
 
 def test_rows_that_lose_most_of_their_answers_are_refused_with_the_length_to_write(written, tokenizer):
@@ -82,18 +74,3 @@ def test_the_remedy_of_a_bad_row_fits_its_cause(tmp_path, config, tokenizer, wri
     assert said in refusal.value.fix
     assert unsaid not in refusal.value.fix
     assert "leaks" not in refusal.value.fix
-
-
-def test_the_length_that_keeps_a_share_is_the_one_that_a_sorted_list_names():
-    counts = RowCounts()
-    for length in range(1, 1001):
-        counts.add_length(length)
-    assert counts.length_that_keeps(0.99) == 992  # 990 of 1,000 are not longer than 990; the next multiple of 8
-    assert RowCounts().length_that_keeps(0.99) == 0
-
-
-def test_a_record_that_becomes_several_examples_is_one_split_record():
-    counts = RowCounts()
-    for lengths in ([7], [7, 9], [5, 7, 9]):
-        counts.add_record(RowOutcome(0, Source("rows.jsonl", 1), lengths=lengths))
-    assert (counts.as_json()["split_records"], counts.as_json()["kept"]) == (2, 3)

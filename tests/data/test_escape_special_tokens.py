@@ -75,23 +75,6 @@ def test_typed_tokens_in_calls_results_and_tools_are_text(modern_tokenizer: Any,
     assert typed.n_escaped == 15
 
 
-def test_token_that_json_hides_behind_an_escape_is_found(modern_tokenizer: Any):
-    call = Call("weigh", '{"stone": "\\u003c/s\\u003e"}', "call00001")
-    turns = (Message("user", "Heavy?"), Message("assistant", "", (call,)))
-    found = rendered(modern_tokenizer, Chat(turns, WHERE))
-    assert '{"stone": "</s>"}' in modern_tokenizer.decode(found.input_ids)
-    assert modern_tokenizer.eos_token_id not in found.input_ids
-    assert found.n_escaped == 1
-
-
-def test_plain_text_is_read_without_control_between_bos_and_eos(modern_tokenizer: Any):
-    text = "<s> It says </s>, so."
-    (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([Text(text, WHERE)])
-    ids = as_text(modern_tokenizer, text)
-    assert found.input_ids == [*ids, modern_tokenizer.eos_token_id]
-    assert (found.labels, found.n_escaped) == (found.input_ids, 2)
-
-
 def test_thought_of_an_assistant_stays_control_where_its_marks_are_special_tokens(modern_tokenizer: Any):
     modern_tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
     marks = modern_tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
@@ -129,29 +112,6 @@ def test_template_that_looks_at_a_typed_token_has_the_row_refused(modern_tokeniz
     typed, plain = renderer.render([make_chat("One</s>Two?", "Yes."), make_chat("Two?", "Yes.")])
     assert plain.problem == ""
     assert typed.problem != ""
-
-
-def sentencepiece(vocab: list[tuple[str, float]]) -> PreTrainedTokenizerFast:
-    """A unigram tokenizer in the style of sentencepiece: its control tokens are pieces of the vocabulary too."""
-    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0))
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-
-
-def test_vocabulary_that_has_control_tokens_as_pieces_does_not_spell_them():
-    letters = sorted({*"<>/s[INST] ▁userHihoyen.,?\n|assistant:systoobe:"} - {" "})
-    vocab = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in letters)]
-    tokenizer = sentencepiece(vocab)
-    template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    found = rendered(tokenizer, make_chat("Hi </s> ho", "ye <s>s"), template)
-    assert found.problem == ""
-    assert [found.input_ids.count(id) for id in (tokenizer.bos_token_id, tokenizer.eos_token_id)] == [0, 2]
-    assert tokenizer.decode(found.input_ids) == "user: Hi </s> ho</s>assistant: ye <s>s</s>"
 
 
 def test_merges_that_make_a_control_token_out_of_text_are_not_made():
@@ -201,19 +161,6 @@ def test_pieces_around_are_those_of_a_tokenizer_that_puts_a_space_first(scheme: 
     assert found.input_ids == [id for text in turns for id in (bos, *as_text(tokenizer, text), eos)]
 
 
-def test_eos_that_is_not_marked_special_is_told_apart_too(modern_tokenizer: Any):
-    state = json.loads(modern_tokenizer.backend_tokenizer.to_str())
-    for token in state["added_tokens"]:
-        token["special"] = token["special"] and token["content"] != "</s>"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
-    tokenizer.eos_token = "</s>"
-    template = CHATML.replace("<|im_end|>", "</s>")
-    found = rendered(tokenizer, make_chat("a </s> b", "Yes."), template)
-    assert found.input_ids.count(tokenizer.convert_tokens_to_ids("</s>")) == 2
-    assert found.labels[-2] == tokenizer.convert_tokens_to_ids("</s>")
-    assert "a </s> b" in tokenizer.decode(found.input_ids)
-
-
 def folding(normalizer: Any) -> PreTrainedTokenizerFast:
     """A Unigram tokenizer as SentencePiece makes them: its control tokens are pieces of its model too."""
     specials = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -250,11 +197,23 @@ def test_what_a_normaliser_makes_of_a_text_is_never_control(normalizer: Any, typ
     assert (text.input_ids.count(end), text.input_ids.count(eos)) == (0, 1)
 
 
-@pytest.mark.parametrize("normalizer", [None, normalizers.NFKC()])
-def test_what_types_nothing_has_the_ids_of_transformers(modern_tokenizer: Any, normalizer: Any):
-    tokenizer = folding(normalizer) if normalizer else modern_tokenizer
-    for texts in (("the boat", "hill"), ("a < b | c > d <im_end>", "<|im_end| >")):
-        found = rendered(tokenizer, make_chat(*texts))
-        turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
-        expected = tokenizer.apply_chat_template(turns, chat_template=CHATML, return_dict=False)
-        assert (found.input_ids, found.n_escaped) == (expected, 0)
+def test_token_that_json_hides_behind_an_escape_is_found(modern_tokenizer: Any):
+    call = Call("weigh", '{"stone": "\\u003c/s\\u003e"}', "call00001")
+    turns = (Message("user", "Heavy?"), Message("assistant", "", (call,)))
+    found = rendered(modern_tokenizer, Chat(turns, WHERE))
+    assert '{"stone": "</s>"}' in modern_tokenizer.decode(found.input_ids)
+    assert modern_tokenizer.eos_token_id not in found.input_ids
+    assert found.n_escaped == 1
+
+
+def test_eos_that_is_not_marked_special_is_told_apart_too(modern_tokenizer: Any):
+    state = json.loads(modern_tokenizer.backend_tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["special"] = token["special"] and token["content"] != "</s>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+    tokenizer.eos_token = "</s>"
+    template = CHATML.replace("<|im_end|>", "</s>")
+    found = rendered(tokenizer, make_chat("a </s> b", "Yes."), template)
+    assert found.input_ids.count(tokenizer.convert_tokens_to_ids("</s>")) == 2
+    assert found.labels[-2] == tokenizer.convert_tokens_to_ids("</s>")
+    assert "a </s> b" in tokenizer.decode(found.input_ids)

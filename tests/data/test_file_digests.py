@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.data import digests
-from sftplay.data.digests import content_digest, kept_digest
+from sftplay.data import cache
+from sftplay.data.cache import content_digest, kept_digest
 
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Paths of files that are read; every file counts as large, and as changed long ago."""
     read: list[str] = []
-    monkeypatch.setattr(digests, "WORTH_BYTES", 1)
-    monkeypatch.setattr(digests, "GRAIN_NS", -(10**12))
-    monkeypatch.setattr(digests, "content_digest", lambda path: read.append(path) or content_digest(path))
+    monkeypatch.setattr(cache, "WORTH_BYTES", 1)
+    monkeypatch.setattr(cache, "GRAIN_NS", -(10**12))
+    monkeypatch.setattr(cache, "content_digest", lambda path: read.append(path) or content_digest(path))
     return read
 
 
@@ -37,14 +37,14 @@ def test_an_unchanged_file_is_read_once_and_a_changed_one_again_as_with_a_broken
     changed = kept_digest(str(file), str(tmp_path / "kept"))
     assert changed == content_digest(str(file)) != first
     assert len(hashed) == 2
-    (note,) = (tmp_path / "kept" / digests.FOLDER).iterdir()
+    (note,) = (tmp_path / "kept" / cache.DIGESTS).iterdir()
     note.write_text('{"stamps": ')
     assert kept_digest(str(file), str(tmp_path / "kept")) == changed
     assert len(hashed) == 3
 
 
 def test_a_file_changed_a_moment_ago_is_not_kept(tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(digests, "GRAIN_NS", 10**12)
+    monkeypatch.setattr(cache, "GRAIN_NS", 10**12)
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "a"}\n')
     for _ in range(2):

@@ -8,7 +8,7 @@ import datasets
 import pytest
 from datasets.exceptions import DatasetGenerationError
 
-from sftplay.data.digests import content_digest
+from sftplay.data.cache import content_digest
 from sftplay.data.read import read_rows
 from sftplay.data.records import Source
 from sftplay.errors import DataError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sftplay.data.layouts import LayoutOptions, to_record
-from sftplay.data.prompts import read_beginning, read_prompt
+from sftplay.data.prompts import read_prompt
 from sftplay.data.records import Chat, Source, Text
 from sftplay.data.row_outcomes import unused_columns
 from sftplay.errors import DataError
@@ -93,12 +93,6 @@ def test_layouts_are_found_by_their_keys(row: dict[str, Any], expected: list[tup
     assert turns(row) == expected
 
 
-def test_plain_text_is_a_text_to_the_character():
-    assert to_record({"text": " a\n\u2028b\0 ", "url": "x"}, HERE, reading=LayoutOptions(system="S")) == Text(
-        " a\n\u2028b\0 ", HERE
-    )
-
-
 def test_only_the_completion_is_learned_when_the_prompt_holds_answers_too():
     row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
     assert chat(row).learned_turns() == [3]
@@ -166,12 +160,6 @@ def test_refused_row_says_where_what_and_how_to_go_on(row: dict[str, Any], words
     assert words in reason(row)
 
 
-def test_named_layout_is_used_even_where_the_keys_would_say_another():
-    row = {"messages": [USER, ANSWER], "prompt": "Add.", "completion": "3"}
-    assert turns(row, format="prompt_completion")[0] == ("user", "Add.")
-    assert "has no key 'instruction'" in reason(row, format="alpaca")
-
-
 def test_columns_map_the_files_names_to_ours():
     row = {"puzzle": "..3", "solution": "483", "source": "easy"}
     columns = (("user", "puzzle"), ("assistant", "solution"))
@@ -237,13 +225,13 @@ def test_the_question_is_read_from_every_layout_with_and_without_its_answer():
         assert [(turn.role, turn.content) for turn in read_prompt(row, HERE)[0]] == ONE[:1], row
 
 
-def test_a_named_layout_decides_where_a_row_has_two_questions():
-    row = {"prompt": "p", "question": "q"}
-    assert read_prompt(row, HERE)[0][-1].content == "p"
-    assert read_prompt(row, HERE, reading=LayoutOptions(format="question_answer"))[0][-1].content == "q"
+def test_named_layout_is_used_even_where_the_keys_would_say_another():
+    row = {"messages": [USER, ANSWER], "prompt": "Add.", "completion": "3"}
+    assert turns(row, format="prompt_completion")[0] == ("user", "Add.")
+    assert "has no key 'instruction'" in reason(row, format="alpaca")
 
 
-def test_only_a_plain_text_has_a_beginning_to_go_on_from():
-    assert read_beginning({"text": "Once"}) == "Once"
-    assert read_beginning({"text": "Once", "prompt": "a"}) == ""
-    assert read_beginning({"prompt": "a"}) == ""
+def test_plain_text_is_a_text_to_the_character():
+    assert to_record({"text": " a\n\u2028b\0 ", "url": "x"}, HERE, reading=LayoutOptions(system="S")) == Text(
+        " a\n\u2028b\0 ", HERE
+    )

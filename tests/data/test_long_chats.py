@@ -93,17 +93,3 @@ def test_a_row_on_which_the_template_does_not_come_to_an_end_is_refused_by_its_p
     assert "on_bad_row: skip" in refusal.value.fix
     skipped = config(write_rows(rows), template=str(tmp_path / "t.jinja"), split=0, on_bad_row="skip")
     assert load_examples(skipped, tokenizer).report["kept"] == 2
-
-
-def test_the_time_of_a_row_is_counted_over_all_its_renderings_and_anew_for_the_next():
-    def render_for_ever() -> None:
-        with templates.limited(0.05):
-            while True:
-                with templates.limited():
-                    templates.check()
-
-    with pytest.raises(DataError, match="takes the chat template longer"):
-        render_for_ever()
-    with templates.limited(60):
-        assert not templates.is_used()
-    assert not templates.is_used()

@@ -33,14 +33,6 @@ GEMMA = (
 )
 
 
-def test_cutting_and_padding_set_in_the_tokenizer_file_are_not_applied(tokenizer: Any):
-    chat = make_chat("Why? " * 40, "Because. " * 40)
-    plain = Renderer.prove(tokenizer, CHATML, samples=[]).render([chat])
-    tokenizer.backend_tokenizer.enable_truncation(8)
-    tokenizer.backend_tokenizer.enable_padding(length=4096)
-    assert Renderer.prove(tokenizer, CHATML, samples=[]).render([chat]) == plain
-
-
 @pytest.mark.parametrize(
     ("template", "method", "learned"),
     [
@@ -110,11 +102,6 @@ def test_row_that_the_template_refuses_has_the_templates_own_reason(tokenizer: A
     assert not fine.problem
 
 
-def test_broken_jinja_is_refused_with_its_line(tokenizer: Any):
-    with pytest.raises(DataError, match="line 2"):
-        Renderer.prove(tokenizer, "{% for m in messages %}\n{{ m[ }}", samples=[])
-
-
 def test_a_template_is_the_tokenizers_own_or_chatml_or_a_file(tokenizer: Any, tmp_path: Path):
     with pytest.raises(DataError, match=r"data\.template: chatml"):
         resolve_template("auto", tokenizer)
@@ -160,3 +147,16 @@ def test_row_whose_answer_the_tokenizer_joins_with_the_prompt_is_refused(tokeniz
         "the tokenizer joins the prompt's end otherwise where ') So.</s>' follows than at inference"
     )
     assert not smiling.input_ids
+
+
+def test_broken_jinja_is_refused_with_its_line(tokenizer: Any):
+    with pytest.raises(DataError, match="line 2"):
+        Renderer.prove(tokenizer, "{% for m in messages %}\n{{ m[ }}", samples=[])
+
+
+def test_cutting_and_padding_set_in_the_tokenizer_file_are_not_applied(tokenizer: Any):
+    chat = make_chat("Why? " * 40, "Because. " * 40)
+    plain = Renderer.prove(tokenizer, CHATML, samples=[]).render([chat])
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    tokenizer.backend_tokenizer.enable_padding(length=4096)
+    assert Renderer.prove(tokenizer, CHATML, samples=[]).render([chat]) == plain

@@ -15,8 +15,6 @@ from processes import HANG_S
 from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import load_examples, load_held_out
 from sftplay.data.render.render import Renderer
-from sftplay.data.render.templates import CHATML
-from sftplay.data.row_outcomes import report_table
 from sftplay.data.tokenize import Preparation
 from sftplay.errors import DataError
 
@@ -36,20 +34,6 @@ def assert_accounted(report: dict[str, Any], n_read: int) -> None:
     assert len(Path(report["refused_rows"]).read_text().splitlines()) == report["refused"]
 
 
-def test_rows_have_ids_labels_and_their_place_in_the_file(tokenizer: Any, config: Config, write_rows: Write):
-    path = write_rows([row(0), {"x": 1}, row(1), row(2)])
-    examples = load_examples(config(path, split=0, on_bad_row="skip"), tokenizer)
-    assert examples.train["row"][:] == [0, 2, 3]
-    assert examples.held_out is None
-    first = examples.train[0]
-    text = "<|im_start|>user\nWhy is boat 0 green?<|im_end|>\n<|im_start|>assistant\nA quiet hill.<|im_end|>\n"
-    assert first["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode([label for label in first["labels"] if label != -100]) == "A quiet hill.<|im_end|>"
-    assert {str(feature.feature.dtype) for name, feature in examples.train.features.items() if name != "row"} == {
-        "int64"
-    }
-
-
 def test_bad_rows_end_the_run_with_the_first_five_and_their_number(tokenizer: Any, config: Config, write_rows: Write):
     path = write_rows([row(0), *[{"x": n} for n in range(8)], row(1)])
     with pytest.raises(DataError) as refusal:
@@ -59,33 +43,6 @@ def test_bad_rows_end_the_run_with_the_first_five_and_their_number(tokenizer: An
     assert [f"train.jsonl:{n} " in text for n in range(1, 11)] == [False, *[True] * 5, *[False] * 4]
     assert "and 3 more" in text
     assert "data.on_bad_row: skip" in text
-
-
-def test_row_that_only_the_template_refuses_is_a_refused_row(
-    tokenizer: Any, config: Config, write_rows: Write, tmp_path: Path
-):
-    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    (tmp_path / "gemma.jinja").write_text(refuses + CHATML)
-    path = write_rows([row(0), {**row(1), "system": "Be brief."}])
-    options = {"template": str(tmp_path / "gemma.jinja"), "split": 0}
-    report = load_examples(config(path, on_bad_row="skip", **options), tokenizer).report
-    assert_accounted(report, 2)
-    assert "no system role" in Path(report["refused_rows"]).read_text()
-    with pytest.raises(DataError, match=r"train\.jsonl:2 the chat template refuses it: no system role"):
-        load_examples(config(path, **options), tokenizer)
-
-
-def test_too_long_rows_are_cut_dropped_or_refused(tokenizer: Any, config: Config, write_rows: Write):
-    path = write_rows([row(0), row(1, "salt " * 400)])
-    cut = load_examples(config(path, split=0), tokenizer)
-    assert [len(ids) for ids in cut.train["input_ids"]][1] == 128
-    assert (cut.report["cut"], cut.report["kept"]) == (1, 1)
-    assert cut.report["eos_in_loss_share"] == 0.5
-    dropped = load_examples(config(path, split=0, too_long="drop"), tokenizer)
-    assert dropped.train["row"][:] == [0]
-    assert dropped.report["dropped"] == {"too_long": 1}
-    with pytest.raises(DataError, match=r"train\.jsonl:2 has [0-9,]+ tokens; max_seq_len is 128"):
-        load_examples(config(path, split=0, too_long="error"), tokenizer)
 
 
 def sides(examples: Any) -> tuple[set[str], set[str]]:
@@ -165,31 +122,6 @@ def test_file_that_was_not_checked_for_leaks_is_checked_before_it_is_measured_on
     write_rows([row(90), row(3)], "val.jsonl")
     with pytest.raises(DataError, match=r"train\.jsonl:4 is held out as well, at .*val\.jsonl:2"):
         load_examples(config(train, val_path=str(val)), tokenizer, checked=checked)
-
-
-def test_empty_held_out_side_is_said_in_the_report(tokenizer: Any, config: Config, write_rows: Write):
-    two = load_examples(config(write_rows([row(1), row(2)]), split=0.001), tokenizer)
-    assert two.held_out is None
-    assert "nothing is held out: too few prompts for a share of 0.001" in two.report["notes"][0]
-    one = load_examples(config(write_rows([row(1), row(1)], "one.jsonl"), split=0.001), tokenizer)
-    assert "only one prompt" in one.report["notes"][0]
-    assert "nothing is held out" in report_table(two.report)
-    texts = load_examples(
-        config(write_rows([{"text": "a river"}, {"text": "a stone"}], "texts.jsonl"), split=0.001), tokenizer
-    )
-    assert "too few texts for a share of 0.001" in texts.report["notes"][0]
-
-
-def test_second_start_tokenises_nothing_and_gives_the_same(
-    tokenizer: Any, config: Config, write_rows: Write, monkeypatch: pytest.MonkeyPatch
-):
-    cfg = config(write_rows([row(n) for n in range(60)]), split=0.25)
-    first = load_examples(cfg, tokenizer)
-    monkeypatch.setattr(Preparation, "run", lambda *_, **__: pytest.fail("the rows were read again"))
-    second = load_examples(cfg, tokenizer)
-    assert second.train[:] == first.train[:]
-    assert second.held_out[:] == first.held_out[:]
-    assert (second.held_out_chats, second.report) == (first.held_out_chats, first.report)
 
 
 def test_whatever_changes_the_tokens_makes_a_new_cache_entry(tokenizer: Any, config: Config, write_rows: Write):
@@ -274,33 +206,3 @@ def test_of_two_processes_one_tokenises_and_both_get_the_rows(
         worker.join()
     assert sorted(count for count, _ in found) == [0, 1]
     assert found[0][1] == found[1][1]
-
-
-def test_local_files_cause_no_connection(
-    tokenizer: Any, config: Config, write_rows: Write, monkeypatch: pytest.MonkeyPatch
-):
-    import socket
-
-    monkeypatch.setattr(socket.socket, "connect", lambda *_, **__: pytest.fail("a connection was attempted"))
-    assert len(load_examples(config(write_rows([row(n) for n in range(4)]), split=0), tokenizer).train) == 4
-
-
-def test_long_file_shows_progress(
-    tokenizer: Any, config: Config, write_rows: Write, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
-    monkeypatch.setattr("sftplay.data.tokenize.SECONDS_BETWEEN_LINES", 0.0)
-    load_examples(config(write_rows([row(n) for n in range(4)]), split=0), tokenizer)
-    assert "rows read" in capsys.readouterr().out
-
-
-def test_table_is_short_and_adds_up(tokenizer: Any, config: Config, write_rows: Write):
-    rows = [row(n, "salt " * n) for n in range(1, 120)]
-    report = load_examples(config(write_rows([*rows, {"x": 1}]), on_bad_row="skip", split=0.2), tokenizer).report
-    table = report_table(report)
-    assert len(table.splitlines()) <= 25
-    assert f"120 read = {report['kept']} kept + {report['cut']} cut + 0 dropped + 1 refused" in table
-    n_fixed = len(report_table({**report, "notes": [], "length_histogram": {}}).splitlines())
-    for n in range(30):  # the lengths make room for what is to be read
-        shown = report_table({**report, "notes": ["look"] * n}).splitlines()
-        assert len(shown) <= 25
-        assert sum("note" in line for line in shown) == min(n, 25 - n_fixed)

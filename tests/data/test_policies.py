@@ -47,14 +47,6 @@ def test_repeated_rows_are_counted_and_kept_or_on_demand_left_out(tokenizer: Any
     assert "left out" in report_table(examples.report)
 
 
-def test_first_of_equal_rows_counts_even_when_it_was_too_long_to_keep(
-    tokenizer: Any, config: Config, write_rows: Write
-):
-    long = row("Why?", "salt " * 400)
-    report = load_examples(config(write_rows([row("x"), long, long]), split=0, too_long="drop"), tokenizer).report
-    assert (report["dropped"], report["duplicates"]) == ({"too_long": 2}, 1)
-
-
 def test_row_of_the_validation_file_in_training_ends_the_run_with_both_places(
     tokenizer: Any, config: Config, write_rows: Write
 ):
@@ -74,21 +66,6 @@ def test_row_of_the_test_file_in_training_is_a_leak_too(tokenizer: Any, config: 
     assert examples.train["row"][:] == [0, 2]
     assert examples.report["dropped"] == {"leak": 1}
     assert examples.held_out is None
-
-
-def test_same_prompt_with_another_answer_is_no_leak(tokenizer: Any, config: Config, write_rows: Write):
-    train, val = write_rows([row("One?"), row("Two?")]), write_rows([row("Two?", "Other.")], "val.jsonl")
-    assert len(load_examples(config(train, val_path=str(val)), tokenizer).train) == 2
-
-
-def test_prompts_that_differ_only_in_white_space_and_case_are_split_to_one_side(
-    tokenizer: Any, config: Config, write_rows: Write
-):
-    rows = [row(text) for n in range(60) for text in (f"Why is boat {n} green?", f"why  is BOAT {n} green? ")]
-    examples = load_examples(config(write_rows(rows), split=0.3), tokenizer)
-    held_out = {chat.source.line - 1 for chat in examples.held_out_chats}
-    assert held_out
-    assert {n ^ 1 for n in held_out} == held_out
 
 
 def test_row_whose_answer_is_cut_away_ends_the_run_unless_bad_rows_are_skipped_and_others_are_left(
@@ -111,21 +88,6 @@ def test_data_in_which_no_end_of_turn_is_learned_is_refused(tokenizer: Any, conf
         load_examples(config(path, split=0), tokenizer)
     with pytest.raises(DataError, match="no row is left to train on: 3 read, 3 too long"):
         load_examples(config(path, split=0, too_long="drop"), tokenizer)
-
-
-def test_system_prompt_of_the_config_opens_every_chat_without_one(tokenizer: Any, config: Config, write_rows: Write):
-    with_system = {
-        "messages": [
-            {"role": "system", "content": "Rhyme."},
-            *({"role": r, "content": r} for r in ("user", "assistant")),
-        ]
-    }
-    examples = load_examples(config(write_rows([row("One?"), with_system]), split=0, system="Be brief."), tokenizer)
-    texts = [tokenizer.decode(ids) for ids in examples.train["input_ids"]]
-    assert texts[0].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?")
-    assert texts[1].startswith("<|im_start|>system\nRhyme.<|im_end|>")
-    assert "Be brief." not in texts[1]
-    assert examples.report["with_system"] == 1
 
 
 def test_columns_that_no_layout_reads_are_named_up_to_a_hundred(tokenizer: Any, config: Config, write_rows: Write):
@@ -160,3 +122,8 @@ def test_every_example_knows_its_file_and_line(tokenizer: Any, config: Config, t
     places = [examples.find_source("train", index) for index in range(3)]
     assert places == [f"{folder}/a.jsonl:1", f"{folder}/a.jsonl:3", f"{folder}/b.csv:2"]
     assert "files of other kinds are left alone: notes.md" in report_table(examples.report)
+
+
+def test_same_prompt_with_another_answer_is_no_leak(tokenizer: Any, config: Config, write_rows: Write):
+    train, val = write_rows([row("One?"), row("Two?")]), write_rows([row("Two?", "Other.")], "val.jsonl")
+    assert len(load_examples(config(train, val_path=str(val)), tokenizer).train) == 2

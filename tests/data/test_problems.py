@@ -6,10 +6,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-from sftplay.data.layouts import LayoutOptions, to_record
+from sftplay.data.layouts import to_record
 from sftplay.data.load_problems import load_problems, sample_subset
 from sftplay.data.pipeline import load_examples
-from sftplay.data.problem import find_split, format_question, published_test_id
+from sftplay.data.problem import format_question, published_test_id
 from sftplay.data.prompts import read_prompt
 from sftplay.data.records import Source, chat_from_json
 from sftplay.data.row_outcomes import unused_columns
@@ -63,11 +63,6 @@ def test_all_three_published_forms_are_read_and_a_problem_that_stands_twice_coun
     assert "double(0)" not in question
 
 
-def test_splits_are_those_of_the_paper():
-    ends = {1: "prompt", 10: "prompt", 11: "test", 510: "test", 511: "validation", 600: "validation", 601: "train"}
-    assert {number: find_split(str(number)) for number in ends} == ends
-
-
 @pytest.mark.parametrize(
     ("row", "tested"),
     [
@@ -98,13 +93,6 @@ def test_a_problem_is_a_chat_whose_answer_is_the_reference_with_what_rewards_rea
     assert unused_columns({**WHOLE, "mine": 1}) == ("mine",)
 
 
-def test_own_columns_of_a_problem_s_file_are_read_as_named():
-    reading = LayoutOptions(columns=(("question", "prompt"), ("answer", "code")))
-    record = to_record(SANITIZED, Source("rows.jsonl", 1), reading=reading)
-    assert (record.messages[0].content, record.answer) == ("Halve a number.", SANITIZED["code"])
-    assert record.columns == ""
-
-
 def test_problems_that_models_are_tested_by_stop_a_run_that_would_learn_them(tmp_path, config, tokenizer):
     mixed = written(tmp_path, WHOLE, SANITIZED, HUMAN)
     with pytest.raises(DataError, match="2 rows cannot be trained on") as refusal:
@@ -114,13 +102,6 @@ def test_problems_that_models_are_tested_by_stop_a_run_that_would_learn_them(tmp
     assert "data.contamination: drop" in refusal.value.fix
     left = load_examples(config(mixed, max_seq_len=512, split=0.0, contamination="drop"), tokenizer)
     assert (left.report["dropped"], len(left.train)) == ({"leak": 2}, 1)
-
-
-def test_problems_that_models_are_tested_by_may_be_held_out(tmp_path, config, tokenizer):
-    (tmp_path / "train").mkdir()
-    train = written(tmp_path / "train", WHOLE)
-    examples = load_examples(config(train, max_seq_len=512, val_path=written(tmp_path, SANITIZED, HUMAN)), tokenizer)
-    assert [json.loads(chat.columns)["task_id"] for chat in examples.held_out_chats] == ["11", "HumanEval/0"]
 
 
 @pytest.mark.parametrize(
@@ -185,20 +166,3 @@ def test_a_subset_is_drawn_by_its_seed_in_the_order_of_the_problems(tmp_path):
     assert [problem.task_id for problem in subset] == sorted(problem.task_id for problem in subset)
     assert subset != problems[:10]
     assert sample_subset(problems, None, seed=1) == sample_subset(problems, 99, seed=1) == problems
-
-
-def test_a_split_without_problems_is_refused(tmp_path):
-    with pytest.raises(DataError, match="no problem of the split 'validation'"):
-        load_problems(written(tmp_path, WHOLE), "validation")
-
-
-@pytest.mark.skipif(not (MBPP.exists() and HUMAN_EVAL.exists()), reason=f"needs {DATA}")
-def test_the_published_problems_are_all_read_and_all_of_human_eval_is_for_testing():
-    # 427 rows (shared/data/mbpp/README.md), two repeat a text; 257 have ids of the test split
-    assert len(load_problems(str(MBPP))) == 425
-    ids = [row["task_id"] for row in json.loads(MBPP.read_text())]
-    assert sum(11 <= number <= 510 for number in ids) == 257
-
-    problems = load_problems(str(HUMAN_EVAL), "test")
-    assert len(problems) == 164
-    assert problems[38].entry_point == "decode_cyclic"

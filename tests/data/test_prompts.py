@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from grpo_run import grpo_inputs, grpo_options
 from small_run import write_small_run
@@ -17,8 +14,7 @@ from transformers import AutoTokenizer
 
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
-from sftplay.data.load_prompts import load_prompts
-from sftplay.data.questions import Question, Questions
+from sftplay.data.load_prompts import Question, Questions, load_prompts
 from sftplay.errors import DataError
 
 CHAT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "why the river"}]
@@ -91,20 +87,6 @@ def test_columns_reach_rewards_as_in_the_row_by_the_names_of_the_file_and_of_the
     assert question.columns == {"frage": "one", "loesung": "5", "question": "one", "answer": "5"}
 
 
-def test_csv_and_parquet_are_read_like_jsonl(make_config: MakeConfig, tokenizer: Any, tmp_path: Path):
-    rows = [{"prompt": "why the river", "answer": "salt"}, {"prompt": "seven boats", "answer": "hills"}]
-    with (tmp_path / "rows.csv").open("w") as file:
-        table = csv.DictWriter(file, ["prompt", "answer"])
-        table.writeheader()
-        table.writerows(rows)
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    from_jsonl, *others = (
-        list_questions(load_prompts(make_config(given), tokenizer).train)
-        for given in (rows, tmp_path / "rows.csv", tmp_path / "rows.parquet")
-    )
-    assert others == [from_jsonl] * 2
-
-
 def test_every_row_is_counted_once(make_config: MakeConfig, tokenizer: Any):
     rows: list[dict[str, Any]] = [
         {"prompt": "why the river"},
@@ -169,12 +151,6 @@ def test_a_row_that_says_more_than_two_turn_episodes_ask_is_refused_and_counted(
     load_prompts(make_config([row]), tokenizer)  # task grpo asks all of it
 
 
-def test_the_system_prompt_of_all_rows_is_no_reason_to_refuse_one(make_config: MakeConfig, tokenizer: Any):
-    cfg = make_config([{"prompt": CHAT}], **SCORE, data__system=CHAT[0]["content"])
-    (question,) = list_questions(load_prompts(cfg, tokenizer).train)
-    assert question.question == "why the river"
-
-
 def test_a_share_of_the_prompts_is_held_out_each_with_all_its_rows(make_config: MakeConfig, tokenizer: Any):
     rows = [{"prompt": f"row {n // 2}", "answer": str(n)} for n in range(60)]
     prompts = load_prompts(make_config(rows, data__split=0.3), tokenizer)
@@ -182,11 +158,6 @@ def test_a_share_of_the_prompts_is_held_out_each_with_all_its_rows(make_config: 
     assert all(sides)
     assert sides[0].isdisjoint(sides[1])
     assert len(prompts.train) + len(prompts.held_out) == 60
-
-
-def test_nothing_left_to_ask_says_what_became_of_the_rows(make_config: MakeConfig, tokenizer: Any):
-    with pytest.raises(DataError, match="no prompt is left to train on: 1 read, 1 too long"):
-        load_prompts(make_config([{"prompt": "salt " * 100}]), tokenizer)
 
 
 @pytest.mark.parametrize("mode", ["grpo", "score"])
@@ -198,3 +169,8 @@ def test_a_prompt_that_is_too_long_is_told_with_the_keys_that_give_its_task_room
         load_prompts(cfg, tokenizer)
     named = {word.strip(",;") for word in refusal.value.fix.split() if "." in word}
     assert {key.split(".")[0] for key in named} - {"model", "data"} == {mode}
+
+
+def test_nothing_left_to_ask_says_what_became_of_the_rows(make_config: MakeConfig, tokenizer: Any):
+    with pytest.raises(DataError, match="no prompt is left to train on: 1 read, 1 too long"):
+        load_prompts(make_config([{"prompt": "salt " * 100}]), tokenizer)

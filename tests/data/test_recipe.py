@@ -58,11 +58,6 @@ def test_renderer_of_a_recipe_renders_the_same_without_transformers_or_torch(
     assert {"transformers", "torch", "datasets", "pydantic"}.isdisjoint(modules)
 
 
-def test_recipe_is_hardly_larger_than_the_tokenizer(modern_tokenizer: Any):
-    recipe = Renderer.prove(modern_tokenizer, CHATML, samples=[]).recipe()
-    assert len(pickle.dumps(recipe)) < len(modern_tokenizer.backend_tokenizer.to_str().encode()) + 20_000
-
-
 def with_bos(tokenizer: Any) -> Any:
     processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = processor
@@ -82,14 +77,6 @@ def test_text_is_learned_whole_between_the_tokenizers_own_bos_and_one_eos(modern
     assert found.labels == [-100, *ids, eos]
 
 
-def test_eos_that_the_tokenizer_adds_itself_is_not_doubled(modern_tokenizer: Any):
-    ends = [("<s>", modern_tokenizer.bos_token_id), ("</s>", modern_tokenizer.eos_token_id)]
-    backend = modern_tokenizer.backend_tokenizer
-    backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
-    (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([Text("A hill.", WHERE)])
-    assert found.input_ids == modern_tokenizer("A hill.")["input_ids"]
-
-
 def test_chat_without_a_template_has_a_problem_and_texts_go_on(modern_tokenizer: Any):
     renderer = Renderer.prove(modern_tokenizer, None, samples=RECORDS)
     chat, text = renderer.render([make_chat("Hi?", "Ho."), Text("A hill.", WHERE)])
@@ -98,12 +85,6 @@ def test_chat_without_a_template_has_a_problem_and_texts_go_on(modern_tokenizer:
     assert renderer.end_token_ids == [modern_tokenizer.eos_token_id]
     with pytest.raises(DataError, match="no chat template"):
         renderer.prompt_ids([Message("user", "Hi?")])
-
-
-def test_text_without_an_end_is_refused(modern_tokenizer: Any):
-    modern_tokenizer.eos_token = None
-    (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([Text("A hill.", WHERE)])
-    assert "no EOS" in found.problem
 
 
 @pytest.mark.parametrize("typed", ["", " </s>"])
@@ -131,19 +112,6 @@ def test_of_a_very_long_text_only_the_beginning_is_tokenised(
     assert replace(short, record_index=0) == renderer.render(records[2:])[0]
 
 
-@pytest.mark.parametrize("typed", ["", "</s>"])
-def test_text_of_few_tokens_in_many_characters_is_tokenised_to_its_end(
-    modern_tokenizer: Any, typed: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(labels, "SPARE_CHARACTERS", 1_000)
-    modern_tokenizer.backend_tokenizer.add_tokens(["=" * 500])
-    long = Text(f"a{typed}{'=' * 40_000}b", WHERE)
-    (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([long], max_tokens=128)
-    assert not found.is_partial
-    assert found.input_ids[-1] == modern_tokenizer.eos_token_id
-    assert modern_tokenizer.decode(found.input_ids) == long.text + "</s>"
-
-
 def test_answer_text_is_what_the_template_writes_for_the_last_turn(modern_tokenizer: Any):
     chat = make_chat("One?", "First.", "Two?", " Second <|im_end|>. ")
     expected = {
@@ -156,3 +124,30 @@ def test_answer_text_is_what_the_template_writes_for_the_last_turn(modern_tokeni
     for name, text in expected.items():
         template = CHATML if name == "chatml" else shipped_templates()[name]
         assert Renderer.prove(modern_tokenizer, template, samples=[]).answer_text(chat) == text, name
+
+
+def test_eos_that_the_tokenizer_adds_itself_is_not_doubled(modern_tokenizer: Any):
+    ends = [("<s>", modern_tokenizer.bos_token_id), ("</s>", modern_tokenizer.eos_token_id)]
+    backend = modern_tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([Text("A hill.", WHERE)])
+    assert found.input_ids == modern_tokenizer("A hill.")["input_ids"]
+
+
+def test_text_without_an_end_is_refused(modern_tokenizer: Any):
+    modern_tokenizer.eos_token = None
+    (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([Text("A hill.", WHERE)])
+    assert "no EOS" in found.problem
+
+
+@pytest.mark.parametrize("typed", ["", "</s>"])
+def test_text_of_few_tokens_in_many_characters_is_tokenised_to_its_end(
+    modern_tokenizer: Any, typed: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(labels, "SPARE_CHARACTERS", 1_000)
+    modern_tokenizer.backend_tokenizer.add_tokens(["=" * 500])
+    long = Text(f"a{typed}{'=' * 40_000}b", WHERE)
+    (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([long], max_tokens=128)
+    assert not found.is_partial
+    assert found.input_ids[-1] == modern_tokenizer.eos_token_id
+    assert modern_tokenizer.decode(found.input_ids) == long.text + "</s>"

@@ -9,7 +9,7 @@ from patience import PATIENT
 
 from sftplay.data.load_problems import LIMITS, sound_problems
 from sftplay.data.problem import Problem
-from sftplay.errors import ConfigError, DataError, RunError
+from sftplay.errors import RunError
 from sftplay.sandbox.boxes.job import Verdict
 from sftplay.sandbox.choose import SAFE, find_problem
 from sftplay.sandbox.pool import Sandbox
@@ -84,25 +84,12 @@ def test_a_solution_that_was_too_slow_beside_others_is_tried_alone(sandbox):
     assert box.alone == 1
 
 
-def test_a_solution_that_is_too_slow_on_a_busy_machine_is_not_lost_for_good(sandbox):
-    assert sound_problems([GOOD, WRONG], Counting("ok", "timeout", "timeout"))[0] == [GOOD]
-    assert sound_problems([GOOD, WRONG], Counting("ok", "ok"))[0] == [GOOD, WRONG]
-
-
 def test_a_sandbox_that_fails_says_nothing_of_a_solution_and_nothing_is_kept(sandbox):
     with pytest.raises(RunError, match=r"the sandbox failed \(no box\)"):
         sound_problems([GOOD], Counting("infra", "infra"))
     assert sound_problems([GOOD], Counting("infra", "ok")) == ([GOOD], {})
 
 
-def test_without_a_sound_problem_there_is_nothing_to_ask(sandbox):
-    with pytest.raises(DataError, match="none of 1 reference solutions passes"):
-        sound_problems([NO_PYTHON], sandbox, limits=PATIENT)
-
-
-def test_a_cache_that_cannot_be_written_names_the_variable_that_moves_it(sandbox, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("SFTPLAY_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError) as caught:
-        sound_problems([GOOD], Counting("ok"))
-    assert caught.value.fix == "set the variable SFTPLAY_CACHE to a folder that can be written"
+def test_a_solution_that_is_too_slow_on_a_busy_machine_is_not_lost_for_good(sandbox):
+    assert sound_problems([GOOD, WRONG], Counting("ok", "timeout", "timeout"))[0] == [GOOD]
+    assert sound_problems([GOOD, WRONG], Counting("ok", "ok"))[0] == [GOOD, WRONG]

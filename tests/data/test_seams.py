@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from sftplay.data.records import Source, Text
-from sftplay.data.render import vocabulary
 from sftplay.data.render.render import Renderer
-from sftplay.data.render.vocabulary import can_be_cut, split_at_seams
+from sftplay.data.render.vocabulary import PART_CHARACTERS, can_be_cut, split_at_seams
 from tests.data.conftest import WORDS
 
 PIECES = [
@@ -66,14 +65,6 @@ def test_the_parts_of_a_text_have_its_tokens(
     assert [id for part in parts for id in ids(part)] == ids(text)
 
 
-def test_a_text_without_a_seam_stays_whole_and_one_with_seams_is_cut_near_the_asked_size():
-    def ids(part: str) -> list[int]:
-        return [ord(letter) for letter in part]
-
-    assert split_at_seams("word " * 100, ids, size=50) == ["word " * 100]
-    assert [len(part) for part in split_at_seams("A line of 20 letters\n" * 10, ids, size=50)] == [63, 63, 63, 21]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -92,16 +83,8 @@ def test_tokenizers_that_look_further_than_around_a_word_get_whole_texts(
     assert not can_be_cut(changed(trained, change))
 
 
-def test_a_long_document_is_rendered_as_without_parts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
-    record = Text("\n".join(f"The old boat number {n} carries green salt." for n in range(400)), Source("a", 1))
-    renderer = Renderer.prove(tokenizer, None, samples=[])
-    (whole,) = renderer.render([record])
-    cut = []
-    monkeypatch.setattr(vocabulary, "PART_CHARACTERS", 500)
-    monkeypatch.setattr(
-        vocabulary, "split_at_seams", lambda *given: cut.append(split_at_seams(*given, size=500)) or cut[-1]
-    )
-    (parted,) = renderer.render([record])
-    assert parted == whole
-    assert len(cut[0]) > 20
-    assert whole.input_ids[:-1] == tokenizer(record.text, add_special_tokens=False)["input_ids"]
+def test_a_document_longer_than_a_part_has_the_tokens_of_the_whole(tokenizer: Any):
+    text = "\n".join(f"The old boat number {n} carries green salt." for n in range(14_000))
+    assert len(text) > 2 * PART_CHARACTERS
+    (found,) = Renderer.prove(tokenizer, None, samples=[]).render([Text(text, Source("a", 1))])
+    assert found.input_ids[:-1] == tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -103,21 +103,6 @@ def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(moder
     assert (len(rows), n_calls) == (260, 337)  # counted with grep: 143 and 194
 
 
-@needs_rows
-@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
-def test_text_of_real_rows_is_that_of_transformers(modern_tokenizer: Any, name: str):
-    rows, chats = zip(*list(real_rows())[::10], strict=True)
-    renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=[])
-    for row, found in zip(rows, renderer.render(chats), strict=True):
-        turns = [
-            {"role": turn["role"], "content": turn["content"]}
-            | ({"tool_calls": [{"function": call} for call in turn["calls"]]} if "calls" in turn else {})
-            for turn in row["messages"]
-        ]
-        text = render_text(modern_tokenizer, TEMPLATES[name], turns, tools=row["tools"] or None)
-        assert found.input_ids == modern_tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def weighing(arguments: str = '{"stone": "grey"}', said: str = "", result: str = "7 kg", n_calls: int = 1) -> Chat:
     calls = (Call("weigh", arguments, "call00001"), Call("weigh", '{"stone": "white"}', "call00002"))[:n_calls]
     turns = (
@@ -148,15 +133,6 @@ def test_chatml_writes_tools_in_the_form_of_hermes_and_qwen(modern_tokenizer: An
     same = modern_tokenizer.decode(qwen.input_ids)
     first = "<|im_start|>user"  # the system turn's prose is ours
     assert text[text.index(first) :] == same[same.index(first) :]
-
-
-def test_chatml_without_tools_is_plain_chatml(modern_tokenizer: Any):
-    turns = [("system", "Be brief."), ("user", " Hi?\n"), ("assistant", "Ho."), ("user", "So?"), ("assistant", "")]
-    plain = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
-    dicts = [{"role": role, "content": text} for role, text in turns]
-    assert render_text(modern_tokenizer, CHATML, dicts) == plain
-    prompt = render_text(modern_tokenizer, CHATML, dicts, add_generation_prompt=True)
-    assert prompt == plain + "<|im_start|>assistant\n"
 
 
 def find_learned(tokenizer: Any, template: str, chat: Chat) -> tuple[str, str]:
@@ -216,16 +192,6 @@ def test_arguments_are_given_as_text_where_a_template_wants_text(modern_tokenize
         assert (learned, problem) == ('[weigh {"stone":"grey"}]</s>Heavy.</s>', "")
 
 
-def test_calls_may_end_with_a_token_of_their_own(modern_tokenizer: Any):
-    template = WHOLE.replace(
-        "{{ '</s>\n' }}{% endfor %}", "{{ '<|eom_id|>' if m['tool_calls'] else '</s>' }}{% endfor %}"
-    )
-    renderer = Renderer.prove(modern_tokenizer, template, samples=[])
-    learned, _ = find_learned(modern_tokenizer, template, weighing())
-    assert learned == '[weigh {"stone": "grey"}]<|eom_id|>Heavy.</s>'
-    assert modern_tokenizer.convert_ids_to_tokens(renderer.end_token_ids) == ["</s>", "<|eom_id|>"]
-
-
 def test_prompt_after_a_tools_result_is_what_training_has_before_the_answer(modern_tokenizer: Any):
     chat = weighing()
     for name, template in TEMPLATES.items():
@@ -240,8 +206,26 @@ def test_prompt_after_a_tools_result_is_what_training_has_before_the_answer(mode
         assert renderer.answer_text(chat).endswith("Heavy.")
 
 
-def test_two_calls_where_the_template_takes_one_are_refused_with_its_own_reason(modern_tokenizer: Any):
-    _, problem = find_learned(modern_tokenizer, TEMPLATES["llama3_1"], weighing(n_calls=2))
-    assert "single tool-calls at once" in problem
-    _, problem = find_learned(modern_tokenizer, shipped_templates()["gptoss"], weighing(n_calls=2))
-    assert "does not write the call" in problem
+def test_calls_may_end_with_a_token_of_their_own(modern_tokenizer: Any):
+    template = WHOLE.replace(
+        "{{ '</s>\n' }}{% endfor %}", "{{ '<|eom_id|>' if m['tool_calls'] else '</s>' }}{% endfor %}"
+    )
+    renderer = Renderer.prove(modern_tokenizer, template, samples=[])
+    learned, _ = find_learned(modern_tokenizer, template, weighing())
+    assert learned == '[weigh {"stone": "grey"}]<|eom_id|>Heavy.</s>'
+    assert modern_tokenizer.convert_ids_to_tokens(renderer.end_token_ids) == ["</s>", "<|eom_id|>"]
+
+
+@needs_rows
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
+def test_text_of_real_rows_is_that_of_transformers(modern_tokenizer: Any, name: str):
+    rows, chats = zip(*list(real_rows())[::10], strict=True)
+    renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=[])
+    for row, found in zip(rows, renderer.render(chats), strict=True):
+        turns = [
+            {"role": turn["role"], "content": turn["content"]}
+            | ({"tool_calls": [{"function": call} for call in turn["calls"]]} if "calls" in turn else {})
+            for turn in row["messages"]
+        ]
+        text = render_text(modern_tokenizer, TEMPLATES[name], turns, tools=row["tools"] or None)
+        assert found.input_ids == modern_tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -97,12 +96,6 @@ def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_
         assert len(list(coming)) == 49
 
 
-def test_abandoned_work_leaves_no_process(tokenizer: Any):
-    with processed(tokenizer, 10_000) as coming:
-        next(coming)
-        assert children()
-
-
 def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
     with processed(tokenizer, 100_000) as coming:
         next(coming)
@@ -112,47 +105,27 @@ def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
 
 
 PARENT = """
-import sys, time
-from transformers import PreTrainedTokenizerFast
-from sftplay.data.row_outcomes import RowOptions
-from sftplay.data.tokenize import process_all
-from sftplay.data.layouts import LayoutOptions
-from sftplay.data.records import Source
-from sftplay.data.render.render import Renderer
-from sftplay.data.render.templates import CHATML
-
-def batches():
-    while True:
-        yield [(0, Source("a.jsonl", 1), b'{"prompt": "Why?", "completion": "So."}')], 0.0
+import time
+from sftplay.data.pool import work_through
 
 if __name__ == "__main__":
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
-    renderer = Renderer.prove(tokenizer, CHATML, samples=[])
-    for _ in process_all(batches(), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2):
+    for _ in work_through(range(9), abs, processes=2, killed=None):
         print("ready", flush=True)
         time.sleep(60)
 """
 
 
-def test_processes_of_a_killed_parent_end(tokenizer: Any, tmp_path: Path):
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
+def test_processes_of_a_killed_parent_end(tmp_path: Path):
     script = tmp_path / "parent.py"
-    script.write_text(textwrap.dedent(PARENT))
-    root = Path(__file__).resolve().parents[2]
-    parent = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "tokenizer")],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
-    try:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "ready\n"
-        started = [process.pid for process in psutil.Process(parent.pid).children(recursive=True)]
-        assert len(started) >= 2
-    finally:
-        parent.kill()
-        parent.communicate()
+    script.write_text(PARENT)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        try:
+            assert parent.stdout.readline() == "ready\n"
+            started = [process.pid for process in psutil.Process(parent.pid).children(recursive=True)]
+            assert len(started) >= 2
+        finally:
+            parent.kill()
     wait_until(lambda: not any(is_alive(pid) for pid in started))
 
 

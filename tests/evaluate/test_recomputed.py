@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from sftplay.data.questions import Questions
+from sftplay.data.load_prompts import Questions
 from sftplay.errors import DataError
 from sftplay.evaluate.recomputed import Recomputed, kept_steps, recompute
 from sftplay.reward.reward_set import BatchRewards

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sftplay.config.rewards import RewardConfig
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.evaluate.rewarded import Rewarded, compute_figures, reward_answers, write_evaluation
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.reward.table import RewardValues

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from sftplay.data.files import RowFields, expect_list, expect_text
 from sftplay.data.layouts import Body, needed, needed_text
 from sftplay.data.records import Message
-from sftplay.data.row_fields import RowFields, expect_list, expect_text
 
 
 def _from_debate(row: RowFields) -> Body:

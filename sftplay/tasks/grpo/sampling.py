@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.load_prompts import Prompts
+from sftplay.data.load_prompts import Prompts, Questions
 from sftplay.data.order import order_hash, steps_for, training_order
-from sftplay.data.questions import Questions
 from sftplay.errors import ConfigError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.adapter import trained_weights_kept

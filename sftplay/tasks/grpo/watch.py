@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.errors import RunError
 from sftplay.evaluate.rewarded import (
     PASS,

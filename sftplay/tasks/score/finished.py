@@ -13,9 +13,8 @@ from typing import Any
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.load_prompts import Prompts, not_asked
+from sftplay.data.load_prompts import Prompts, Question, not_asked
 from sftplay.data.prompts import Prompt
-from sftplay.data.questions import Question
 from sftplay.errors import DataError, RunError
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer
 from sftplay.generate.chat import COMMANDS

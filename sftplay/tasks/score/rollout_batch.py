@@ -17,9 +17,8 @@ from torch import Tensor
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
-from sftplay.data.load_prompts import Prompts
+from sftplay.data.load_prompts import Prompts, Question
 from sftplay.data.order import order_hash, training_order
-from sftplay.data.questions import Question
 from sftplay.errors import RunError
 from sftplay.generate.generate import derive_seed
 from sftplay.model.out_of_memory import gather_objects

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from sftplay.config.run import RunConfig
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.data.records import Message
 from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError

@@ -17,7 +17,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.errors import RunError
 from sftplay.generate.generate import derive_seed
 from sftplay.launch.checkpoints import read_step

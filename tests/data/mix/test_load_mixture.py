@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sftplay.config.run import RunConfig
@@ -99,15 +98,6 @@ def test_one_epoch_hands_out_each_label_exactly_once(
     assert handed.total() == entry["label_tokens"]
 
 
-def test_any_row_alone_is_the_row_that_comes_in_its_turn(
-    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
-):
-    cfg = mixed([domain, chats], split=0.1, train={"epochs": 3})
-    in_turn = read_rows(load_mixture(cfg, tokenizer))
-    for number in (len(in_turn) - 1, len(in_turn) // 2, 7):
-        assert same([load_mixture(cfg, tokenizer).train[number]], [in_turn[number]])
-
-
 def test_a_source_of_weight_0_gives_no_row_and_is_measured(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
 ):
@@ -116,16 +106,6 @@ def test_a_source_of_weight_0_gives_no_row_and_is_measured(
     assert set(rows.held_out) == {"domain", "chat"}
     assert sum(rows.held_out["chat"].sizes) == rows.report["sources"]["chat"]["held_out"]["label_tokens"] > 0
     assert rows.held_out["chat"][0]["source"] == 1
-
-
-def test_held_out_rows_hold_every_token_of_the_held_out_documents(tokenizer: Any, mixed: Mixed, domain: dict[str, Any]):
-    rows = load_mixture(mixed([domain], split=0.2), tokenizer)
-    held_out = [rows.held_out["domain"][number] for number in range(len(rows.held_out["domain"]))]
-    labels = np.concatenate([row["labels"] for row in held_out])
-    expected = np.concatenate([doc.labels for doc in rows.documents("domain")])
-    assert labels[labels != -100].tolist() == expected[expected != -100].tolist()
-    trained = {doc.ids.tobytes() for doc in rows.documents("domain", "train")}
-    assert trained.isdisjoint(doc.ids.tobytes() for doc in rows.documents("domain"))
 
 
 def test_the_length_of_a_run_follows_from_steps_tokens_epochs_or_the_end_of_a_source(
@@ -144,20 +124,6 @@ def test_the_length_of_a_run_follows_from_steps_tokens_epochs_or_the_end_of_a_so
     stopped = rows(cpt={"on_source_end": "stop"})
     assert stopped.report["sources"]["chat"]["planned_epochs"] == pytest.approx(1, rel=0.1)
     assert same(read_rows(stopped), read_rows(once)[: len(stopped.train)])
-
-
-def test_weights_of_examples_count_documents_that_begin(
-    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
-):
-    cfg = mixed([domain, {**chats, "weight": 0.9}], split=0, cpt={"weights_of": "examples"}, train={"epochs": 4})
-    rows = load_mixture(cfg, tokenizer)
-    n_begun = Counter[int]()
-    for row in read_rows(rows):
-        # a document ends with EOS, and a chat begins at position 0
-        is_one = row["position_ids"] == 0 if row["source"] else row["input_ids"] == tokenizer.eos_token_id
-        n_begun[row["source"]] += int(is_one.sum())
-    assert n_begun[0] == pytest.approx(4 * 120, rel=0.02)
-    assert n_begun[1] == pytest.approx(4 * 120, rel=0.02)
 
 
 def test_a_second_run_uses_the_stores_of_the_first(

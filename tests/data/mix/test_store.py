@@ -12,10 +12,9 @@ import pytest
 from sftplay.config.run import RunConfig
 from sftplay.data import tokenize
 from sftplay.data.mixture import store
-from sftplay.data.mixture.load import load_mixture
-from sftplay.data.mixture.sources import SourceJob, list_source_jobs, prove_renderers
+from sftplay.data.mixture.load import SourceJob, list_source_jobs, prove_renderers
 from sftplay.data.mixture.store import ENTRY, INDEX, Store, StoreWriter, find_group_ends
-from tests.data.mix.sources_at_hand import chat, content, same
+from tests.data.mix.sources_at_hand import chat, content
 
 Mixed = Callable[..., RunConfig]
 Write = Callable[..., Path]
@@ -84,27 +83,3 @@ def test_an_index_cut_off_in_its_middle_begins_a_new_store(tokenizer: Any, mixed
     (unfinished / INDEX).write_text('{"id_bytes": 2, "has')
     (unfinished / "train.tokens").write_bytes(b"junk")
     assert content(job.ensure()) == whole
-
-
-def test_opening_a_row_in_the_middle_reads_that_row_and_no_other_token(
-    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
-):
-    cfg = mixed([domain, chats], split=0, train={"epochs": 3})
-    expected, rows = load_mixture(cfg, tokenizer), load_mixture(cfg, tokenizer)
-    taken = []
-
-    class Counted:
-        """Tokens that count how many of them are taken."""
-
-        def __init__(self, tokens: Any) -> None:
-            self._tokens = tokens
-
-        def __getitem__(self, places: Any) -> Any:
-            taken.append(len(places))
-            return self._tokens[places]
-
-    for source in rows.sources:
-        source.store.sides["train"].tokens = Counted(source.store.sides["train"].tokens)
-    middle = len(rows.train) // 2
-    assert same([rows.train[middle]], [expected.train[middle]])
-    assert sum(taken) <= cfg.row_tokens

@@ -12,7 +12,7 @@ from accelerate.utils import send_to_device
 from datasets import Dataset
 from grpo_toy import grpo_trainer, letter_tokenizer, tiny_llama
 
-from sftplay.data.questions import Questions
+from sftplay.data.load_prompts import Questions
 from sftplay.tasks.grpo.sampling import (
     PromptRows,
     depends_on_cut,

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.config.run import RunConfig
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
 from sftplay.generate.generate import AHEAD, Generator, SampleByRow, derive_seed

@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.config.load import load_config
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.data.render.render import Renderer
 from sftplay.model.toys import ID
 from sftplay.tasks.score.losses import compute_rloo_baseline, compute_turn_returns, subtract_baseline

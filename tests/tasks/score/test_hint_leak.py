@@ -9,7 +9,7 @@ from score_run import score_options
 from small_run import Inputs, write_small_run
 
 from sftplay.config.load import load_config
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.toys import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.episode_rewards import RewardScorer, describe

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.tasks.score.sample_episodes import is_leaked
 
 CONFIGS = Path(__file__).parents[3] / "configs"

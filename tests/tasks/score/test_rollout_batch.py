@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.toys import ID

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.tasks.score import task

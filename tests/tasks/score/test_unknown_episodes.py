@@ -11,7 +11,7 @@ import torch
 from gloo_ranks import on_ranks
 
 from sftplay.config.run import RunConfig
-from sftplay.data.questions import Question
+from sftplay.data.load_prompts import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.reward.reward_set import BatchRewards
