@@ -201,10 +201,10 @@ PATHS = """## The path of a config value
 labels 25 (44), a GRPO reward to the gradient 17 (26), a two-turn episode 26 (39), a plan of QLoRA 43 (86), a page of
 PDF 20 (34).
 
-Two more were followed by hand, 8 files each (13). `train.learning_rate` from the YAML to the optimizer:
+Two more were followed by hand (13 files each). `train.learning_rate` from the YAML to the optimizer, 8 files:
 `commands/train.py`, `config/load.py`, `config/layers.py`, `config/train.py`, `plan/sizing.py`, `plan/decisions.py`,
-`tasks/__init__.py` (the usual rates), `train/train_run.py`. SIGUSR1 in a SLURM job until it is queued again: the
-files of its path above.
+`tasks/__init__.py` (the usual rates), `train/train_run.py`. SIGUSR1 in a SLURM job until it is queued again: the 7
+files of its path above but `signals.py`.
 """
 
 FOLDERS = """Floors stand in brackets. The first line of a module says what it is: `head -1 sftplay/data/*.py`.

@@ -21,15 +21,13 @@ def strategy_environment(
     world_size: int,
     has_gpu: bool,
     precision: str,
-    layer_class: str | None = None,
     deepspeed_json: Path | None = None,
     gradient_accumulation: int = 1,
     nnodes: int = 1,
 ) -> dict[str, str]:
     """The workers' variables for `cluster.strategy`. `precision` is fp32, bf16 or fp16.
 
-    `layer_class` is a comma-separated list of the model's decoder layers; with None accelerate uses the model's
-    `_no_split_modules`. `deepspeed_json` is JSON without comments, for ZeRO only; it sets stage
+    `deepspeed_json` is JSON without comments, for ZeRO only; it sets stage
     and offloading itself. `gradient_accumulation` must be the Trainer's. Raises ConfigError for
     a JSON for a strategy without DeepSpeed, or processes that hsdp cannot divide.
     """
@@ -61,7 +59,7 @@ def strategy_environment(
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "2",
             "FSDP_RESHARD_AFTER_FORWARD": "true",
-            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",  # by the model's own `_no_split_modules`
             # The Trainer saves a result only from a full state dict. A sharded one must be merged by hand.
             "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
             "FSDP_OFFLOAD_PARAMS": "false",
@@ -70,8 +68,6 @@ def strategy_environment(
             # The Trainer's own checkpointing is used. Accelerate refuses both at once.
             "FSDP_ACTIVATION_CHECKPOINTING": "false",
         }
-        if layer_class is not None:
-            env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = layer_class
         if not has_gpu:
             env["ACCELERATE_TORCH_DEVICE"] = "cpu"
         if strategy == "hsdp":  # one copy of the model per node, split over its processes; on a single node two copies

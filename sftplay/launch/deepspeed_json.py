@@ -119,7 +119,10 @@ def read_deepspeed(path: Path, expected: Mapping[str, tuple[Any, str]] | None = 
     """
     try:
         check_small_file(path, str(path))
-        plain = strip_comments(path.read_text(encoding="utf-8"))
+        # Spaces instead of comments, so that positions stay. The content of strings stays too.
+        plain = _COMMENT.sub(
+            lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), path.read_text(encoding="utf-8")
+        )
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         fix = "correct cluster.deepspeed; deepspeed_configs/ holds examples"
@@ -171,11 +174,6 @@ def run_values(cfg: RunConfig, *, world_size: int, stage: int | None = None) -> 
     if isinstance(train.batch_size, int) and isinstance(train.grad_accum, int):
         expected["train_batch_size"] = (train.batch_size * train.grad_accum * world_size, "train.batch_size")
     return {name: (value, key) for name, (value, key) in expected.items() if value != "auto"}
-
-
-def strip_comments(text: str) -> str:
-    """The text with spaces instead of comments, so that positions stay. The content of strings stays too."""
-    return _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
 
 
 def _line_numbers(plain: str) -> dict[str, int]:

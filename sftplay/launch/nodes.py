@@ -392,15 +392,6 @@ def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:
         raise error_class("; ".join(lines[:SHOWN]) + more, where="nodes", fix="; ".join(FIXES[kind] for kind in kinds))
 
 
-SHARED_S = 10.0
-"""How long a shared file system may take until a node sees what another has written (NFS caches attributes for 3 s)."""
-
-HOST_GRACE_S = 5.0
-"""How long node 0's ranks may take to end after a rank on another node has written its error to status.json."""
-
-OTHERS_GRACE_S = 30.0  # how long another node's ranks may take to end after those of node 0
-
-
 def announce_run(rendezvous: Rendezvous, folder: RunFolder) -> None:
     """On node 0: send the run's folder, which is complete now, to the other nodes."""
     rendezvous.gather({"folder": str(folder.path), "resolved": _hash_config(folder)})
@@ -431,7 +422,8 @@ def watch_nodes(rendezvous: Rendezvous, folder: RunFolder) -> Callable[[], None]
         if not (endings := rendezvous.endings()):
             return
         ended_at = ended_at or time.monotonic()
-        is_due = time.monotonic() > ended_at + (HOST_GRACE_S if rendezvous.is_host else OTHERS_GRACE_S)
+        # The ranks here may take so long to end: after a rank of another node has written its error, or after node 0's.
+        is_due = time.monotonic() > ended_at + (5.0 if rendezvous.is_host else 30.0)
         if is_due and not (rendezvous.is_host and folder.read_json("status.json").get("ranks")):
             what = "; ".join(f"node {node}: {cause}" for node, cause in endings.items())
             raise NodeLost(what, where=str(folder.path), fix="find the reason there, then start all nodes again")
@@ -441,7 +433,7 @@ def watch_nodes(rendezvous: Rendezvous, folder: RunFolder) -> Callable[[], None]
 
 def check_folder(folder: RunFolder, digest: str) -> None:
     """Raise MachineError if this node does not see node 0's folder, that is, a resolved config with this `digest`."""
-    deadline = time.monotonic() + SHARED_S
+    deadline = time.monotonic() + 10.0  # for a shared file system to show the folder (NFS caches attributes for 3 s)
     while time.monotonic() < deadline:
         with suppress(OSError):
             if _hash_config(folder) == digest:

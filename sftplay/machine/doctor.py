@@ -77,8 +77,9 @@ def check_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> list
     return [CheckResult(level, "disk", what, "" if level == "ok" else fix)]
 
 
-def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> list[CheckResult]:
+def check_shared_memory(machine: Machine) -> list[CheckResult]:
     """Shared memory of the container. With too little of it a run ends with a bus error."""
+    folder = Path("/dev/shm")
     if not folder.is_dir():
         return []
     free = shutil.disk_usage(folder).free
@@ -138,12 +139,12 @@ def builds_folder(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("TORCH_EXTENSIONS_DIR") or cache_root() / "torch_extensions").absolute()
 
 
-def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> list[CheckResult]:
+def check_builds(environ: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """Locks of builds that were killed. Every later start waits for such a lock for ever and without a message.
 
     torch's FileBaton holds the file open while it builds. Therefore a lock that no process has open is stale.
     """
-    locks = sorted(builds_folder(environ).glob("*/lock"))
+    locks, processes = sorted(builds_folder(environ).glob("*/lock")), Path("/proc")
     if not locks or not processes.is_dir():
         return []
     open_files = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import mmap
 import os
@@ -12,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,11 +22,11 @@ from sftplay.machine.gpu import Gpu as Gpu
 from sftplay.machine.gpu import Machine as Machine
 
 
-def find_compiler_problem(environ: Mapping[str, str] = os.environ) -> str:
+def find_compiler_problem() -> str:
     """Why Triton cannot build its launcher here; empty where it can (triton 3.7, runtime/build.py)."""
-    named = environ.get("CC", "").split()
+    named = os.environ.get("CC", "").split()
     if named and shutil.which(named[0]) is None:
-        return f"CC={environ['CC']} is no command here"
+        return f"CC={os.environ['CC']} is no command here"
     if not named and not (shutil.which("gcc") or shutil.which("clang")):
         return "there is no C compiler (gcc or clang)"
     header = headers_folder() / "Python.h"
@@ -99,18 +97,12 @@ def find_torch(*, with_archs: bool = False) -> TorchBuild | None:
     if spec is None or spec.origin is None:
         return None
     folder = Path(spec.origin).parent
-    try:
-        nodes = ast.parse((folder / "version.py").read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError):
-        nodes = []
-    facts: dict[str, Any] = {}
-    for node in nodes:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            facts[ast.unparse(target)] = node.value.value
+    facts: dict[str, str] = {}
+    with suppress(OSError):  # lines like __version__ = '2.13.0+cpu' and cuda: Optional[str] = None
+        facts = dict(re.findall(r"^(\w+)[^=\n]*= '([^'\n]*)'$", (folder / "version.py").read_text("utf-8"), re.M))
     cuda, hip = facts.get("cuda"), facts.get("hip")
     archs = find_archs(folder / "lib" / "libtorch_python.so") if with_archs and cuda else ()
-    return TorchBuild(str(facts.get("__version__", "unknown")), cuda, hip, archs)
+    return TorchBuild(facts.get("__version__", "unknown"), cuda, hip, archs)
 
 
 def find_archs(library: Path) -> tuple[str, ...]:

@@ -52,11 +52,10 @@ def test_zero_has_the_environment_of_accelerate_launch(strategy):
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_fsdp_has_the_environment_of_accelerate_launch(strategy):
-    ours = strategy_environment(strategy, **GPUS, layer_class="LlamaDecoderLayer")
+    ours = strategy_environment(strategy, **GPUS)
     flags = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
     flags += ["--fsdp_reshard_after_forward", "true", "--fsdp_state_dict_type", "FULL_STATE_DICT"]
-    flags += ["--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer", "--fsdp_cpu_ram_efficient_loading", "false"]
-    flags += ["--mixed_precision", "bf16"]
+    flags += ["--fsdp_cpu_ram_efficient_loading", "false", "--mixed_precision", "bf16"]
     if strategy == "hsdp":
         flags += ["--use_parallelism_config", "--parallelism_config_dp_replicate_size", "2"]
         flags += ["--parallelism_config_dp_shard_size", "2"]

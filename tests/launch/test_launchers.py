@@ -89,7 +89,7 @@ def test_accelerate_is_told_processes_nodes_and_where_they_meet(tmp_path: Path):
     ("strategy", "more"),
     [
         ("ddp", {}),
-        ("fsdp", {"layer_class": "Layer"}),
+        ("fsdp", {}),
         ("hsdp", {}),
         ("zero2", {"gradient_accumulation": 4}),
         ("zero3", {}),

@@ -10,7 +10,6 @@ import pytest
 from processes import HANG_S
 from project import open_project
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, ROWS_A_STEP = 20, 8
 
 

@@ -146,24 +146,6 @@ def test_strangers_at_the_port_neither_join_nor_hinder():
     assert ends == [["zero", "one"]]
 
 
-def test_a_node_that_is_started_again_before_the_others_come_takes_its_own_place():
-    thread, port, ends = host(3)
-
-    def join(node: int) -> Rendezvous:
-        return Rendezvous(Scale(1, 3, node, "127.0.0.1", port), timeout_s=HANG_S).__enter__()
-
-    first = join(1)
-    first._peers[0].send({"message": {"say": "what is never read"}})
-    first.__exit__(None, None, None)
-    again, other = join(1), join(2)
-    for rendezvous, say in ((again, "one"), (other, "two")):
-        rendezvous._peers[0].send({"message": {"say": say}})
-    thread.join(HANG_S)
-    assert ends == [["zero", "one", "two"]]
-    for rendezvous in (again, other):
-        rendezvous.__exit__(None, None, None)
-
-
 def test_only_a_node_with_the_runs_token_may_join(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SFTPLAY_RUN_TOKEN", "the run's")
     thread, port, ends = host(2)

@@ -27,8 +27,6 @@ from sftplay.launch.slurm.job import Allocation, JobFolder, newest_job, others_c
 from sftplay.launch.slurm.request import JobRequest, gpus_in, in_our_names, job_file, limit_seconds
 from sftplay.signals import Echoes
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def lines_of(request: JobRequest, folder: str = "/runs/a run") -> list[str]:
     text = job_file(request, Path(folder), chdir=Path("/home/me"), python="/kit/python")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import recorded_driver as driver
@@ -17,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from processes import HANG_S
 
 from sftplay.machine import doctor
+from sftplay.machine import probe as torch_build
 from sftplay.machine.doctor import (
     RANGES,
     RunNeeds,
@@ -27,7 +29,7 @@ from sftplay.machine.doctor import (
     diagnose,
     is_within,
 )
-from sftplay.machine.probe import Machine, TorchBuild, probe
+from sftplay.machine.probe import Machine, TorchBuild, find_torch, probe
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -259,3 +261,14 @@ def test_every_finding_that_is_not_ok_has_a_remedy_and_the_fast_doctor_does_not_
     monkeypatch.setattr(doctor, "check_hub", lambda *args, **kwargs: [])
     findings = diagnose(PLAIN, RunNeeds(output=tmp_path, wants_4bit=True), is_fast=False)
     assert "cannot be imported: asked" in json.dumps([each.what for each in findings])
+
+
+def test_the_build_read_from_files_is_the_one_torch_reports(tmp_path, monkeypatch):
+    import torch
+
+    build = find_torch(with_archs=True)
+    assert (build.version, build.cuda, build.hip) == (torch.__version__, torch.version.cuda, torch.version.hip)
+    assert list(build.archs) == torch.cuda.get_arch_list()
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n")
+    monkeypatch.setattr(torch_build, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert find_torch() == TorchBuild("2.13.0+cu130", "13.0")

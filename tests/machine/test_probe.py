@@ -35,12 +35,9 @@ def nvml(monkeypatch):
     [
         ("0,1", ["NVIDIA H200", "Tesla V100-SXM2-16GB"]),
         ("1,0", ["Tesla V100-SXM2-16GB", "NVIDIA H200"]),
-        ("1", ["Tesla V100-SXM2-16GB"]),
-        ("GPU-bbbb2222", ["Tesla V100-SXM2-16GB"]),
         ("GPU-bbbb", ["Tesla V100-SXM2-16GB"]),
         (" 1 , GPU-aaaa1111 ", ["Tesla V100-SXM2-16GB", "NVIDIA H200"]),
         ("1,7,0", ["Tesla V100-SXM2-16GB"]),
-        ("0,-1,1", ["NVIDIA H200"]),
     ],
 )
 def test_cuda_visible_devices_chooses_and_orders_as_cuda_does(nvml, monkeypatch, visible, names):
@@ -69,8 +66,6 @@ WHOLE, SLICED, UNSLICED = Present("GPU-a"), Present("GPU-b", ("MIG-1", "MIG-2"))
         ([SLICED], None, [(0, 0)]),
         ([WHOLE, SLICED], None, [(1, 0)]),
         ([WHOLE, SLICED], "0", [(0, None)]),
-        ([WHOLE, SLICED], "1", [(1, 0)]),
-        ([WHOLE, SLICED], "MIG-2", [(1, 1)]),
         ([WHOLE, SLICED], "MIG-2,MIG-1", [(1, 1)]),
         ([WHOLE, SLICED], "GPU-a,MIG-2", [(1, 1)]),
         ([WHOLE, UNSLICED], None, [(0, None)]),

@@ -11,8 +11,6 @@ from transformers import TrainingArguments
 from sftplay.machine.releases import hub_client
 from sftplay.model.recomputation import as_named_here, recomputation, recomputation_arguments
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_recomputation_is_switched_by_arguments_that_nothing_warns_of(recomputes: bool, tmp_path: Path):

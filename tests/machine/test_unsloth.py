@@ -77,15 +77,11 @@ def test_unsloth_works_with_the_versions_of_the_lock(installed, has_gpu):
     ("package", "version", "problem"),
     [
         ("transformers", "5.23.0", "unsloth 2026.10.9 wants transformers <=5.17.0, and 5.23.0 is installed"),
-        ("transformers", "5.1.0", "unsloth 2026.10.9 wants transformers !=5.1.0, and 5.1.0 is installed"),
-        ("trl", "1.16.0", "unsloth 2026.10.9 wants trl <=1.15.0, and 1.16.0 is installed"),
-        ("datasets", "5.2.0", "unsloth 2026.10.9 wants datasets <5.0.0, and 5.2.0 is installed"),
         ("datasets", "4.4.2", "unsloth 2026.10.9 wants datasets !=4.4.*, and 4.4.2 is installed"),
         ("torch", "2.15.0+cu130", "unsloth 2026.10.9 wants torch <2.15.0, and 2.15.0+cu130 is installed"),
         ("bitsandbytes", None, "unsloth 2026.10.9 needs bitsandbytes, which is not installed"),
         ("unsloth_zoo", None, "the package unsloth_zoo is not installed"),
         ("unsloth", "2025.7.2", "unsloth 2025.7.2 is too old, 2026.10.9 is the first that is known to work"),
-        ("unsloth_zoo", "2026.10.7", "unsloth_zoo 2026.10.7 is too old, 2026.10.9 is the first that is known to work"),
     ],
 )
 def test_a_version_outside_the_bounds_of_the_package_is_named_with_the_bound(installed, package, version, problem):

@@ -14,13 +14,12 @@ from typing import Any
 
 import planted_checks
 import pytest
-import torch
 from processes import is_alive, wait_until
 
 from sftplay.commands import gpu_check
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine, TorchBuild
-from sftplay.runs.gpu_check import checks, fault
+from sftplay.runs.gpu_check import checks
 from sftplay.runs.gpu_check.check import Broken, CheckContext, NotPossible
 from sftplay.runs.gpu_check.checks import CHECKS
 from sftplay.runs.gpu_check.conduct import Row, Table
@@ -226,20 +225,6 @@ def test_a_measurement_has_bounds_and_one_that_leaves_no_file_is_a_failure_and_n
 
     monkeypatch.setattr(checks, "run_script", script)
     run_row(row, place, says=says)
-
-
-def test_the_cap_leaves_room_for_half_a_micro_batch_and_not_for_a_whole_one(monkeypatch: pytest.MonkeyPatch):
-    gib, given = 2**30, []
-    device = SimpleNamespace(total_memory=80 * gib)
-    answers = {"max_memory_allocated": 11 * gib, "memory_allocated": gib, "memory_reserved": 2 * gib}
-    for name, value in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", given.append)
-    fault.cap_memory()
-    room = given[0] * 80 * gib - 2 * gib  # beside what stays reserved
-    assert 0.5 * 10 * gib < room < 10 * gib
 
 
 def test_both_files_are_whole_after_every_row(tmp_path: Path):

@@ -32,8 +32,6 @@ CU130 = TorchBuild("2.13.0+cu130", "13.0", None, ("sm_75", "sm_80", "sm_86", "sm
 CU126 = TorchBuild("2.13.0+cu126", "12.6", None, ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"))
 """CU130 has the archs that the wheel of torch 2.14.1 for CUDA 13.0 has. CU126 is one with code for Volta."""
 
-NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"
-
 
 def machine(
     driver: str, cuda: tuple[int, int], *, build: TorchBuild | None, capability: tuple[int, int] = (9, 0)

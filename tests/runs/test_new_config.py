@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.cli import main, with_flags
+from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.forecast import RowLengths
@@ -95,20 +95,6 @@ def test_a_model_that_is_almost_known_is_asked_about_before_anything_is_read(tmp
     assert main(["init", str(ROOT / "data/demo/train.jsonl"), str(out), "model.name=Qwen/Qwen2.5-0.5B-Instrct"]) == 2
     assert "did you mean Qwen/Qwen2.5-0.5B-Instruct" in capsys.readouterr().err
     assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "flags"),
-    [
-        (["a.jsonl"], ["--data", "a.jsonl"]),
-        (["a.jsonl", "b.yaml", "train.epochs=1"], ["--data", "a.jsonl", "--out", "b.yaml", "train.epochs=1"]),
-        (["train.epochs=1", "OUT=b.yaml", "DATA=a"], ["--out", "b.yaml", "--data", "a", "train.epochs=1"]),
-        (["--data", "a", "--json"], ["--data", "a", "--json"]),
-        (["x=1.jsonl"], ["--data", "x=1.jsonl"]),
-    ],
-)
-def test_names_may_stand_alone_or_behind_a_sign(words, flags):
-    assert with_flags(["init", *words]) == ["init", *flags]
 
 
 @pytest.mark.contract

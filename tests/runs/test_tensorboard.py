@@ -99,13 +99,6 @@ def test_stopped_it_is_gone_and_stopping_again_finds_nothing(place, started):
     assert "no TensorBoard of ours is running" in again.stdout
 
 
-STRANGERS = {
-    "another kind of server": (404, b"no such page"),
-    "a TensorBoard over other runs": (200, json.dumps({"data_location": "/elsewhere"}).encode()),
-    "a server of other JSON": (200, b"[]"),
-}
-
-
 @contextlib.contextmanager
 def serving(status, body):
     """The port of a server on this machine that gives every question the same answer."""
@@ -126,15 +119,9 @@ def serving(status, body):
         server.shutdown()
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_the_answer_of_a_stranger_is_not_taken_for_its_own(tmp_path, stranger):
-    with serving(*STRANGERS[stranger]) as port:
-        assert not tensorboard.answers(f"http://127.0.0.1:{port}", tmp_path)
-
-
 def test_a_stranger_that_takes_the_port_at_the_last_moment_is_no_success(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with serving(*STRANGERS["another kind of server"]) as port:
+    with serving(200, json.dumps({"data_location": "/elsewhere"}).encode()) as port:
         monkeypatch.setattr(tensorboard, "free_port", lambda first: port)
         with pytest.raises(RunError, match="did not start"):
             tensorboard.start_board(tmp_path / "outputs", port)

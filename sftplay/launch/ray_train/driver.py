@@ -25,8 +25,7 @@ from sftplay.errors import MachineError, RunError
 from sftplay.launch.command import ADDRESS, read_request
 from sftplay.launch.generation_server import FollowedServer, client_environment, starts_server
 from sftplay.launch.processes import ROOT_CAUSE
-from sftplay.launch.ray_train.rank import STOP, Uneven, run_rank
-from sftplay.launch.ray_train.server import placed_server
+from sftplay.launch.ray_train.rank import STOP, Uneven, placed_server, run_rank
 from sftplay.launch.run_folder import PASSED_ON, RunFolder
 from sftplay.signals import catch_signals
 

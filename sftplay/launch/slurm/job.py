@@ -218,7 +218,6 @@ def _list_facts(job: JobFolder, *, processes: int) -> Iterator[tuple[str, Any]]:
 
 
 GROUP = 1  # the server's node in a heterogeneous job; the trainers' nodes are group 0
-LATE_S = 2.0  # a trainer may fail for want of the server before the end of the server's step is known here
 
 
 def follow_trainer(server: FollowedServer, trainer: subprocess.Popen[Any]) -> int:
@@ -237,7 +236,7 @@ def follow_trainer(server: FollowedServer, trainer: subprocess.Popen[Any]) -> in
 
     server.follow(wait=wait, stop=stop)
     if trainer.wait():
-        server.await_end(LATE_S)
+        server.await_end(2.0)  # it may have failed for want of the server, whose end is known here a little later
     return trainer.returncode
 
 
@@ -245,7 +244,6 @@ PR_SET_CHILD_SUBREAPER = 36
 STOP_CODES = tuple(128 + number for number in STOP_SIGNALS)
 
 LOCK_WAIT_S = 180.0  # how long a requeued job waits for the processes of its previous attempt, perhaps on another node
-OTHERS_S = 30.0  # how long the trainers of the other nodes may take to end behind this node's
 IDLE_ATTEMPTS = 3  # a job that has made no step in so many attempts, one after the other, is not queued again
 
 
@@ -416,7 +414,7 @@ def _train(
         if elsewhere:
             for end in (elsewhere.terminate, elsewhere.kill):
                 try:
-                    elsewhere.wait(OTHERS_S)
+                    elsewhere.wait(30.0)  # the trainers of the other nodes end behind this node's
                     break
                 except subprocess.TimeoutExpired:
                     end()
