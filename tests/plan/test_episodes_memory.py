@@ -21,9 +21,9 @@ from sftplay.plan.memory import SHARDING, Footprint
 from sftplay.plan.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.tasks.grpo.plan import CACHE, DRAW, REFERENCE
-from sftplay.tasks.score.placement import OWN, Layout
 from sftplay.tasks.score.plan import COMPARE, START, Episodes, estimate_episodes, read_episodes
 from sftplay.tasks.score.sample_episodes import RecordedSampling, sample_actions
+from sftplay.tasks.score.spec import OWN, Layout
 
 TOLERANCE = 0.03
 SHARED = Layout(placement="shared")
