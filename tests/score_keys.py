@@ -11,8 +11,8 @@ import torch
 from in_process import Finished, built
 from score_run import PROMPTS, score_inputs, score_options
 
-from sftplay.tasks.score.losses import EpisodeRewards, choose_kl_coefficients, compute_advantages
 from sftplay.tasks.score.section import ScoreConfig
+from sftplay.tasks.score.update import EpisodeRewards, choose_kl_coefficients, compute_advantages
 
 Check = Callable[[Any], None]
 

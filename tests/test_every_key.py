@@ -90,11 +90,6 @@ class Bench:
             self.made[name] = built(self.home / f"built-{next(self.numbers)}", self.inputs, **changes)
         return self.made[name]
 
-    def rows(self, name: str, rows: list[Any]) -> str:
-        path = self.home / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
-
 
 Check = Callable[[Bench], None]
 
@@ -330,8 +325,8 @@ EACH: dict[str, tuple[Any, ...]] = {
         {"train__lr_scheduler": "warmup_stable_decay"},
     ),
     "train.min_lr_ratio": (rates, {0.0: cosine(4), 0.1: [round(0.1 + 0.9 * share, 6) for share in cosine(4)]}),
-    "train.batch_size": (largest_micro_batch, {8: 8, 2: 2, 1: 1}),
-    "train.grad_accum": (lambda run: len(micro_batches(run)), {1: 1, 2: 2, 8: 8}),
+    "train.batch_size": (largest_micro_batch, {8: 8, 2: 2}),
+    "train.grad_accum": (lambda run: len(micro_batches(run)), {1: 1, 8: 8}),
     "train.batching": (
         lambda run: largest_micro_batch(run) > 2,
         {"examples": False, "tokens": True},

@@ -276,7 +276,7 @@ def _attention_transient(shape: ModelShape, setup: MemorySetup, *, seq: int) -> 
 
 
 CHUNK_SCORES = 2**24
-"""Scores over the vocabulary that exist at a time where actions are learned from (`tasks.score.losses`):
+"""Scores over the vocabulary that exist at a time where actions are learned from (`tasks.score.update`):
 64 MiB in fp32."""
 
 ACTION_COPIES = 5

@@ -27,9 +27,9 @@ from oracle.score_update import batch_of_zeros, optimizer_with_state
 from oracle.trace import reads_answered, recompute
 from oracle.traced_model import DTYPES, adapt, build_causal
 from sftplay.tasks.score import role_models as role_models_module
-from sftplay.tasks.score.losses import score_actions
 from sftplay.tasks.score.role_models import CriticInputs, PaddedTokens, RoleModels, critic_loss, value_loss
 from sftplay.tasks.score.section import CriticConfig
+from sftplay.tasks.score.update import score_actions
 
 RECORD = Path(__file__).parent / "recorded" / "episodes.json"
 

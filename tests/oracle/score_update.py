@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sftplay.tasks.score.losses import ActionBatch
 from sftplay.tasks.score.role_models import RoleModels
+from sftplay.tasks.score.update import ActionBatch
 
 
 def optimizer_with_state(role_models: RoleModels) -> torch.optim.Optimizer:

@@ -22,9 +22,9 @@ from oracle.live_bytes import LiveBytes
 from oracle.score_update import batch_of_zeros, optimizer_with_state
 from sftplay import log
 from sftplay.model.recomputation import recompute
-from sftplay.tasks.score.losses import score_actions
-from sftplay.tasks.score.placement import Layout
 from sftplay.tasks.score.role_models import RoleModels
+from sftplay.tasks.score.spec import Layout
+from sftplay.tasks.score.update import score_actions
 
 ROWS, TOKENS, LONGEST = 2, 256, 128
 """Rows of a micro-batch, their tokens, and how many of these are an action."""

@@ -17,8 +17,8 @@ from sftplay.plan.memory import SHARDING, Footprint
 from sftplay.plan.memory_setup import WORKSPACE_BYTES, MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.tasks.grpo.plan import DRAW, REFERENCE
-from sftplay.tasks.score.placement import OWN, Layout
 from sftplay.tasks.score.plan import Episodes, estimate_episodes, read_episodes
+from sftplay.tasks.score.spec import OWN, Layout
 
 TOLERANCE = 0.03
 SHARED = Layout(placement="shared")

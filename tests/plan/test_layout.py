@@ -14,7 +14,7 @@ from sftplay.plan.devices import find_card
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
-from sftplay.tasks.score.placement import OWN, resolve_layout
+from sftplay.tasks.score.spec import OWN, resolve_layout
 
 LLAMA = "meta-llama/Llama-3.2-3B"
 

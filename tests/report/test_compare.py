@@ -82,21 +82,6 @@ def test_the_same_rows_are_known_to_be_the_same(slow_run: Finished, fast_run: Fi
     assert comparison["versions"] == []
 
 
-def test_other_held_out_rows_are_found_and_warned_of(
-    slow_run: Finished, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
-):
-    home = tmp_path_factory.mktemp("c")
-    fewer = home / "fewer.jsonl"
-    fewer.write_text("\n".join(inputs.held_out.read_text().splitlines()[1:]) + "\n")
-    other = finished(train(home, Inputs(inputs.model, inputs.train, fewer), **SETTINGS))
-    comparison = compare_runs(slow_run.folder, other.folder)
-    assert comparison["same_held_out"] is False
-    assert (
-        "the held-out rows differ: figures of one run do not compare with those of the other" in comparison["warnings"]
-    )
-    assert row(comparison["data"], "held_out examples") == {"key": "held_out examples", "a": 12, "b": 11}
-
-
 def change_fingerprint(folder: RunFolder, *, more_tokens: int = 0) -> None:
     report = folder.read_json("data_report.json")
     report["sources"]["held_out"]["trainable_tokens"] += more_tokens
@@ -149,15 +134,6 @@ def test_a_figure_that_is_not_finite_or_missing_has_no_difference_and_stays_json
     assert row(comparison["figures"], "after loss")["difference"] is None
     assert row(comparison["figures"], "after chrf") == {"name": "after chrf", "a": 0.5, "b": None, "difference": None}
     json.dumps(comparison, allow_nan=False)
-
-
-def test_a_run_that_failed_before_it_noted_its_machine_is_not_said_to_have_another(copies: list[RunFolder]):
-    (copies[1].path / "manifest.json").unlink()
-    comparison = compare_runs(*copies)
-    text = " | ".join(comparison["warnings"])
-    assert "it is not known on which machine run b ran" in text
-    assert "machines differ" not in text
-    assert comparison["versions"] == []
 
 
 def test_the_table_shows_rounded_figures_and_what_differs(slow_run: Finished, fast_run: Finished):

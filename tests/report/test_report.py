@@ -21,7 +21,7 @@ from in_process import Finished, Inputs, StopAfter, train, train_in
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.chart import Chart, Curve, linear_axis, value_axis
 from sftplay.report.evaluation import evaluation_blocks
-from sftplay.report.figures import change, format_figure, interval
+from sftplay.report.figures import format_figure, interval
 from sftplay.report.history import read_history, thin
 from sftplay.report.page import ENVIRONMENT
 from sftplay.report.remarks import find_remarks
@@ -131,15 +131,6 @@ def test_a_hash_sign_inside_a_value_is_no_origin(folder: RunFolder):
     settings = RunFiles(folder).settings
     assert (settings["run_name"].value, settings["run_name"].origin) == ("a  # b", "run.yaml:3")
     assert (settings["output_dir"].value, settings["output_dir"].origin) == ("c  # d", "")
-
-
-def test_the_masked_sample_shows_what_is_learned_and_only_that(run: Finished):
-    example, tokenizer = run.trainer.train_dataset[0], run.trainer.processing_class
-    page = write_report(run.folder).read_text(encoding="utf-8")
-    marked = page.partition('<div class="tokens text">')[2].partition("<mark>")[2].partition("</mark>")[0]
-    learned = [token for token, label in zip(example["input_ids"], example["labels"], strict=True) if label != -100]
-    assert Reader(marked).words
-    assert "".join(Reader(marked).words) == tokenizer.decode(learned)
 
 
 def test_every_chart_names_its_axes_and_marks_where_the_run_was_resumed(run: Finished):
@@ -279,17 +270,6 @@ def test_memory_above_the_plan_is_said_and_shown_beside_it(folder: RunFolder, ke
         assert f"{factor * held / limit:.0%}" in page.text
         assert f"of {format_figure('peak_bytes', limit * 2**20)} planned" in page.text
         assert ("data-series", "planned_bytes") in page.attributes
-
-
-def test_charts_of_several_processes_and_of_nothing_are_left_out_for_one(folder: RunFolder):
-    course(folder, loss=lambda n: 3.0 / n, communication_max_s=lambda n: 0.5, exposed_communication_share=lambda n: 0.2,
-           padding_share=lambda n: 0.0, tokens_per_s=lambda n: 9.0, padded_tokens_per_s=lambda n: 9.0)  # fmt: skip
-    series = {value for name, value in page_of(folder).attributes if name == "data-series"}
-    assert "tokens_per_s" in series
-    assert not series & {"communication_max_s", "exposed_communication_share", "padding_share", "padded_tokens_per_s"}
-    folder.write_json("plan.json", {"world_size": 2})
-    series = {value for name, value in page_of(folder).attributes if name == "data-series"}
-    assert series >= {"communication_max_s", "exposed_communication_share"}
 
 
 def test_evaluations_of_several_kinds_of_rows_are_one_table_with_shares_as_bars(folder: RunFolder):
@@ -433,20 +413,6 @@ def test_thinning_keeps_the_ends_and_the_extremes_and_invents_nothing(values: li
     assert {step: str(value) for step, value in kept}.items() <= {step: str(v) for step, v in points}.items()
 
 
-def test_a_noisy_curve_has_its_means_over_it(folder: RunFolder):
-    # Two values by turns: whatever the stretches, each mean lies near the middle, half way up an axis of 0 to 4.
-    lines = [{"step": step, "loss": 1.0 if step % 2 else 3.0} for step in range(1, 1001)]
-    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_history(folder.metrics).trend("loss")[7][1] == pytest.approx(2.0, abs=0.1)
-    page = write_report(folder).read_text()
-    raw, _, rest = page.partition('class="line a pale" data-series="loss"')[2].partition("/>")
-    assert raw.count("L") > 300
-    trend = rest.partition(' d="M')[2].partition('"')[0].split("L")
-    assert len(trend) == 50
-    heights = [float(turn.split()[1]) for turn in trend]
-    assert max(heights) - min(heights) < 20
-
-
 def test_a_page_of_many_lines_stays_small_and_keeps_a_single_spike(folder: RunFolder):
     rng, n_lines = random.Random(0), 20_000
     spike = n_lines // 3
@@ -457,17 +423,6 @@ def test_a_page_of_many_lines_stays_small_and_keeps_a_single_spike(folder: RunFo
     path = write_report(folder)
     assert path.stat().st_size < 2e6
     assert f"highest 77.5 at {spike:,}" in path.read_text()
-
-
-def test_long_texts_and_many_files_keep_the_page_small(folder: RunFolder):
-    folder.write_json(FILE, {"row": 0, "source": "x" * 10**6, "tokens": [["y" * 10**4, True]] * 2000})
-    rows = [{"row": n, "prompt": "p" * 10**6, "reference": "r", "prediction": "q", "correct": False} for n in range(9)]
-    (folder.eval / "after.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for number in range(300):
-        folder.write_json(f"eval/extra-{number}.json", {f"{key:0100}": "v" * 10**3 for key in range(100)})
-    folder.write_json("manifest.json", {"kit": "k" * 10**6, "machine": {"libraries": {"l" * 9999: "v" * 9999}}})
-    (folder.path / "launch.txt").write_text("c" * 10**6)
-    assert write_report(folder).stat().st_size < 2e6
 
 
 # Figures
@@ -499,12 +454,6 @@ def test_figures_are_rounded_for_people(key: str, value: float, text: str):
     assert format_figure(key, value) == text
 
 
-def test_a_change_is_signed_and_in_points_for_shares():
-    assert change("exact_match", 0.5, after=0.25) == "−25.0 points"
-    assert change("loss", 1.0, after=3.5) == "+2.5"
-    assert change("loss", 1.0, after=None) == ""
-
-
 # The masked sample
 
 
@@ -518,13 +467,3 @@ def test_the_tokens_of_a_sample_are_the_row_and_its_learned_part(run: Finished):
     assert "".join(text for text, _ in sample["tokens"]) == tokenizer.decode(ids)
     assert "".join(text for text, learned in sample["tokens"] if learned) == tokenizer.decode(ids[1:])
     assert [text for text, _ in sample["tokens"]].count("\N{GRINNING FACE}") == 1  # of four tokens, one for each byte
-
-
-def test_bytes_that_never_become_a_character_are_shown_and_the_rest_is_read_on(run: Finished):
-    tokenizer = run.trainer.processing_class
-    half = tokenizer("\N{GRINNING FACE}")["input_ids"][:2]
-    ids = [*half, *tokenizer(" under the green light")["input_ids"], *half]
-    sample = masked_sample(tokenizer, {"input_ids": ids, "labels": ids})
-    text = "".join(text for text, _ in sample["tokens"])
-    assert text == tokenizer.decode(ids)
-    assert "under the green light" in text

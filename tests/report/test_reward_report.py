@@ -121,12 +121,6 @@ def test_the_page_leads_with_held_out_answers_and_the_reward_and_not_with_a_loss
     assert "nats a token" not in render(run)
 
 
-def test_held_out_answers_that_do_not_get_better_are_told_with_their_number(folder: RunFolder):
-    (folder.eval / "step-20.json").write_text(json.dumps({"step": 20, "n": 4, "reward": 0.2, "pass": 0.25}))
-    texts = [text.replace("\N{NO-BREAK SPACE}", " ") for _, text in find_remarks(RunFiles(folder))]
-    assert "Held-out pass@1: 25.0 % → 25.0 % on 4 prompts, too few to tell; it did not rise." in texts
-
-
 @pytest.mark.parametrize("junk", ["", "{", "[1]\n", '{"rewards": 7, "advantage": "x", "verdict": []}\n', "\xff\n"])
 def test_samples_that_cannot_be_read_are_left_out(folder: RunFolder, junk: str):
     for path in (folder.path / "samples").glob("*.jsonl"):

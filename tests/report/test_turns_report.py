@@ -96,14 +96,3 @@ def test_the_page_leads_with_both_turns_and_takes_a_loss_for_nothing(folder: Run
     page = render(run)
     assert "nats a token" not in page
     assert page.index("Right answers") < page.index("Loss of the update, near 0 by construction")
-
-
-def test_the_page_shows_both_turns_once_and_takes_no_episode_for_a_completion(folder: RunFolder):
-    page = render(RunFiles(folder))
-    assert page.count('<h2 id="turns">') == 1
-    assert "&lt;b&gt;look" in page
-    assert "<b>look" not in page
-    assert '<h2 id="tries">' not in page
-    assert '<h2 id="answers">' not in page
-    assert ">hints<" not in page.lower()
-    assert page.count("What the second turn changes") >= 1

@@ -24,7 +24,7 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result, load_untrained
 from sftplay.model.weights import frozen_dtype, open_model
-from sftplay.tasks.score.episode_rewards import RewardScorer, describe, expect_known, format_episode
+from sftplay.tasks.score.evaluation import RewardScorer, describe, expect_known, format_episode
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, Role
 from sftplay.tasks.score.sample_episodes import (
     EpisodeSampler,

@@ -40,9 +40,8 @@ from sftplay.tasks.grpo.plan import (
     forward_layer,
     newest_token,
 )
-from sftplay.tasks.score.placement import DEVICES, PLACEMENT, Layout, resolve_layout
 from sftplay.tasks.score.section import SEPARATE_WIDTH
-from sftplay.tasks.score.spec import SPEC, broken_shard_rules
+from sftplay.tasks.score.spec import DEVICES, PLACEMENT, SPEC, Layout, broken_shard_rules, resolve_layout
 from sftplay.units import GIB, format_bytes
 
 START, GUIDE, COMPARE, CRITIC, VALUE = "start", "guide's ", "reference's answer", "critic", "value"

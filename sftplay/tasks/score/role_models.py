@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 from sftplay import log
 from sftplay.errors import ConfigError
 from sftplay.model.adapter import make_trainable_fp32
-from sftplay.tasks.score.placement import Layout
 from sftplay.tasks.score.section import SEPARATE_WIDTH, CriticConfig
+from sftplay.tasks.score.spec import Layout
 from sftplay.train.eval_mode import eval_mode
 
 T = TypeVar("T")

@@ -14,15 +14,13 @@ from sftplay.data.load_prompts import prepare_prompts, prompts_table
 from sftplay.evaluate.evaluate import evenly_spaced
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.recomputation import recompute
-from sftplay.tasks.score.episode_rewards import RewardScorer
-from sftplay.tasks.score.evaluation import EvaluateEpisodes
+from sftplay.tasks.score.evaluation import EvaluateEpisodes, RewardScorer
 from sftplay.tasks.score.finished import FinishedRoleModels, measure_ablation, open_role_models
-from sftplay.tasks.score.losses import check_output_head
-from sftplay.tasks.score.placement import resolve_layout
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, RoleModels
-from sftplay.tasks.score.rollout_batch import collate, create_run_order
 from sftplay.tasks.score.sample_episodes import EpisodeSampler
-from sftplay.tasks.score.trainer import EpisodeTrainer, ShardedEpisodeTrainer
+from sftplay.tasks.score.spec import resolve_layout
+from sftplay.tasks.score.trainer import EpisodeTrainer, ShardedEpisodeTrainer, collate, create_run_order
+from sftplay.tasks.score.update import check_output_head
 from sftplay.train.checkpointing import describe_renderer
 from sftplay.train.task import Rows, TrainerParts
 from sftplay.train.upstream import on_one_gpu

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
-from sftplay.tasks.score import losses
-from sftplay.tasks.score.placement import Layout
+from sftplay.tasks.score import update as update_module
 from sftplay.tasks.score.role_models import RoleModels, soft_update
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.section import CriticConfig, ScoreConfig
+from sftplay.tasks.score.spec import Layout
 from sftplay.tasks.score.update import CriticGradients, MinibatchSetup, PolicyGradients
 
 ACTIONS = [Action(prompt=[1, 2, 3], ids=[4, 5], log_probs=[-1.0, -0.1], is_truncated=False)] * 2
@@ -86,7 +86,7 @@ CASES = [
 def test_nothing_is_computed_over_two_devices(name: str, adapts: bool):
     masks = replaced(masking_utils, "fast_all", lambda _mask: True)
     # A chunk is computed anew outside of the mode.
-    chunks = replaced(losses, "checkpoint", compute_once)
+    chunks = replaced(update_module, "checkpoint", compute_once)
     with masks, chunks, TwoDevices():
         check(make_cast(LAYOUTS[name], adapts=adapts), LAYOUTS[name])
 

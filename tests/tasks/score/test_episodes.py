@@ -20,8 +20,7 @@ from sftplay.generate.generate import AHEAD, Generator, SampleByRow, derive_seed
 from sftplay.model.out_of_memory import OutOfMemory
 from sftplay.model.toys import ID
 from sftplay.tasks import TASKS
-from sftplay.tasks.score.episode_rewards import EpisodeResult, describe
-from sftplay.tasks.score.losses import find_learning_rates
+from sftplay.tasks.score.evaluation import EpisodeResult, describe
 from sftplay.tasks.score.sample_episodes import (
     EpisodeSampler,
     RecordedSampling,
@@ -37,6 +36,7 @@ from sftplay.tasks.score.sample_episodes import (
     truncate_middle,
 )
 from sftplay.tasks.score.section import PromptsConfig
+from sftplay.tasks.score.update import find_learning_rates
 
 
 def ids(text: str) -> list[int]:

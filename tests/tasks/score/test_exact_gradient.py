@@ -17,10 +17,15 @@ from sftplay.config.load import load_config
 from sftplay.data.load_prompts import Question
 from sftplay.data.render.render import Renderer
 from sftplay.model.toys import ID
-from sftplay.tasks.score.losses import compute_rloo_baseline, compute_turn_returns, subtract_baseline
 from sftplay.tasks.score.role_models import Role, RoleModels
 from sftplay.tasks.score.sample_episodes import EpisodeSampler
-from sftplay.tasks.score.update import MinibatchSetup, PolicyGradients
+from sftplay.tasks.score.update import (
+    MinibatchSetup,
+    PolicyGradients,
+    compute_rloo_baseline,
+    compute_turn_returns,
+    subtract_baseline,
+)
 
 pytestmark = pytest.mark.slow
 

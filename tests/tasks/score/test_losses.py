@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sftplay.tasks.score.losses import (
+from sftplay.tasks.score.update import (
     clipped_loss,
     full_kl,
     gather_log_probs,

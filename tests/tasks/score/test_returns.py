@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sftplay.tasks.score.losses import (
+from sftplay.tasks.score.update import (
     compute_batch_baseline,
     compute_explained_variance,
     compute_guide_return,

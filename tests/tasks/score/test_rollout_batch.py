@@ -16,19 +16,25 @@ from sftplay.data.load_prompts import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.toys import ID
-from sftplay.tasks.score.episode_rewards import EpisodeResult
-from sftplay.tasks.score.losses import ActionBatch, Advantages, score_actions
+from sftplay.tasks.score.evaluation import EpisodeResult
 from sftplay.tasks.score.role_models import RoleModels
-from sftplay.tasks.score.rollout_batch import (
+from sftplay.tasks.score.sample_episodes import Action, Episode
+from sftplay.tasks.score.section import ScoreConfig
+from sftplay.tasks.score.trainer import (
     EPISODES_FILE,
     MinibatchSchedule,
     RolloutBatch,
     load_rollout_batch,
     save_rollout_batch,
 )
-from sftplay.tasks.score.sample_episodes import Action, Episode
-from sftplay.tasks.score.section import ScoreConfig
-from sftplay.tasks.score.update import MinibatchSetup, PolicyUpdate, ScoredEpisodes
+from sftplay.tasks.score.update import (
+    ActionBatch,
+    Advantages,
+    MinibatchSetup,
+    PolicyUpdate,
+    ScoredEpisodes,
+    score_actions,
+)
 
 N = 4
 END = ID["<end>"]

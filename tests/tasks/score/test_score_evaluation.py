@@ -14,9 +14,7 @@ from torch import nn
 from sftplay.data.load_prompts import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
-from sftplay.tasks.score import task
-from sftplay.tasks.score.episode_rewards import EpisodeResult
-from sftplay.tasks.score.evaluation import EvaluateEpisodes
+from sftplay.tasks.score.evaluation import EpisodeResult, EvaluateEpisodes
 
 STAGE1, STEPS, N = 2, 4, 4
 OPTIMIZER = SimpleNamespace(state={})
@@ -125,26 +123,9 @@ def test_rows_without_an_answer_are_named_where_a_right_hint_would_state_it(tmp_
     Course(tmp_path, min_hint_gain=0).callback._check_min_hint_gain()
 
 
-def test_a_discount_that_punishes_a_right_first_answer_gets_a_warning(said: Callable[[], str]):
-    warning = "warning: score.alpha x score.turn_discount is above 1: turn 1 is punished for being right"
-    for turn_discount, n in ((0.1, 0), (0.2, 1)):
-        score = SimpleNamespace(alpha=10.0, turn_discount=turn_discount, placement="shared")
-        parts: Any = SimpleNamespace(cfg=SimpleNamespace(score=score), model=None, rows=SimpleNamespace(source=None))
-        with patch.object(task, "resolve_layout", side_effect=InterruptedError), pytest.raises(InterruptedError):
-            task.build_trainer(parts)
-        assert said().count(warning) == n
-
-
 def test_a_checkpoint_is_written_wherever_more_second_answers_are_right_than_before(tmp_path: Path):
     for best_metric, saves, best in (("acc_t2", [True, True, False, False], 4), (None, [False] * 4, None)):
         course = Course(tmp_path / str(best_metric), best_metric=best_metric)
         n_right = {2: 0, 4: 3, 6: 3, 8: 2}
         assert [course.end_step(step, 0, right).should_save for step, right in n_right.items()] == saves
         assert course.state.best_global_step == best
-
-
-def test_a_checkpoint_of_the_best_evaluation_needs_room_as_any_other(tmp_path: Path):
-    course = Course(tmp_path, best_metric="acc_t2")
-    full = SimpleNamespace(free=0)
-    with patch("sftplay.train.guards.shutil.disk_usage", return_value=full), pytest.raises(RunError, match="too full"):
-        course.end_step(STAGE1, 0, 1)

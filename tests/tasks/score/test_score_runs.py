@@ -34,7 +34,7 @@ CRITIC = score_options(
 
 def test_a_run_with_a_critic_and_a_separate_value_resumes_bit_for_bit(inputs: Inputs, tmp_path: Path):
     with patch(
-        "sftplay.tasks.score.losses.MIN_EXPLAINED_VARIANCE", -1e9
+        "sftplay.tasks.score.update.MIN_EXPLAINED_VARIANCE", -1e9
     ):  # so that the critic is a baseline from the first step
         whole = train(tmp_path / "whole", inputs, **CRITIC)
         resumed = stop_and_resume(tmp_path / "halves", inputs, 2, **CRITIC)

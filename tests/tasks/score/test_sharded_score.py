@@ -19,8 +19,8 @@ from small_run import Inputs, write_small_run
 from transformers import AutoModelForCausalLM
 from untimed_metrics import lines_of
 
-from sftplay.tasks.score.placement import Layout
 from sftplay.tasks.score.role_models import RoleModels, gather_tensor, load_full_weights
+from sftplay.tasks.score.spec import Layout
 from sftplay.tasks.score.trainer import load_weights, save_weights
 
 pytestmark = pytest.mark.slow

@@ -16,11 +16,11 @@ from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.reward.table import RewardValues
-from sftplay.tasks.score.episode_rewards import EpisodeResult, RewardScorer, describe, expect_known
-from sftplay.tasks.score.losses import Advantages, EpisodeRewards, compute_advantages
+from sftplay.tasks.score.evaluation import EpisodeResult, RewardScorer, describe, expect_known
 from sftplay.tasks.score.role_models import ValueHead, value_loss
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.section import ScoreConfig
+from sftplay.tasks.score.update import Advantages, EpisodeRewards, compute_advantages
 
 GROUP = 4
 
@@ -144,7 +144,7 @@ class Rewards:
 
 
 def build_scorer(value: float | None, monkeypatch: pytest.MonkeyPatch) -> RewardScorer:
-    monkeypatch.setattr("sftplay.tasks.score.episode_rewards.RewardSet", lambda cfg: Rewards(value))
+    monkeypatch.setattr("sftplay.tasks.score.evaluation.RewardSet", lambda cfg: Rewards(value))
     cfg = RunConfig.model_validate({"model": {"name": "m"}, "rewards": [{"name": "tests", "use": "code_tests"}]})
     return RewardScorer(cfg, columns=[], tokenizer=Words())
 
@@ -169,3 +169,11 @@ def test_ranks_stop_together_where_the_rewards_of_one_of_them_abstain(tmp_path: 
     assert 0 < calls < 20
     assert "the sandbox failed: no room" in what
     assert f"{8 * (calls + 1)} of the {16 * (calls + 1)} answers" in what
+
+
+def test_a_right_answer_that_was_cut_off_is_worth_nothing_and_is_counted(monkeypatch: pytest.MonkeyPatch):
+    cut = EPISODE._replace(second=EPISODE.second._replace(ids=[4], is_truncated=True))
+    results = build_scorer(1.0, monkeypatch).score([EPISODE, cut], heartbeat=Heartbeat())
+    assert [(found.second, found.right[1], found.n_cut) for found in results] == [(1, True, 0), (0, False, 1)]
+    told = describe(results)
+    assert (told["acc_t2"], told["reward_t2"], told["truncated"]) == (0.5, 0.5, 0.25)  # one of four answers
