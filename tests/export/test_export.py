@@ -18,11 +18,12 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from in_process import Finished, Inputs, train
+from lively import lively_model
 from markdown_it import MarkdownIt
 from peft import AutoPeftModelForCausalLM
 from processes import HANG_S
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from sftplay.config.load import load_config
 from sftplay.export.export import Redactor, export, public_run
@@ -38,13 +39,7 @@ def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A LoRA run below a folder with a space, measured before and after, that was given a secret."""
     home = tmp_path_factory.mktemp("secret place")
     base = Path(shutil.copytree(inputs.model, home / "models" / "my base"))
-    model = AutoModelForCausalLM.from_pretrained(base)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.3)  # so that answers are long and depend on every token of the prompt
-    model.save_pretrained(base)
+    lively_model(base).save_pretrained(base)
     (base / "README.md").write_text("---\nlanguage: en\nlicense: mit\n---\nA model.\n")
     (base / "preprocessor_config.json").write_text('{"image_size": 4}')
     return train(

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from in_process import Finished, Inputs, train
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from lively import lively_model
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay import cli
 from sftplay.errors import ConfigError, RunError
@@ -32,28 +33,20 @@ def tokenizer(tiny_llama: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_llama)
 
 
-def unsettled(model: Any) -> Any:
-    """The model with weights by which every answer depends on the whole prompt."""
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.3)
-    return model.eval()
-
-
 @pytest.fixture(scope="module")
 def llama(tiny_llama: Path) -> Any:
-    return unsettled(AutoModelForCausalLM.from_pretrained(tiny_llama))
+    return lively_model(tiny_llama)
 
 
 @pytest.fixture(scope="module")
-def gpt2() -> Any:
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Its positions are learned one by one, so that padding shows where they are counted from."""
     config = GPT2Config(
         vocab_size=400, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=END
     )
-    return unsettled(GPT2LMHeadModel(config))
+    folder = tmp_path_factory.mktemp("gpt2")
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return lively_model(folder)
 
 
 @pytest.fixture(scope="module")

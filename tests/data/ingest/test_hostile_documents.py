@@ -7,9 +7,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -43,42 +42,21 @@ def without_roots_rights() -> None:
 class Watch:
     """Looks at the readers of an ingestion from outside: the most memory of one, the most time of one."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self) -> None:
         self.peak_bytes, self.longest_s, self.others_peak_bytes = 0, 0.0, 0
-        self._root = psutil.Process(pid)
 
-    def look(self) -> None:
-        for process in [self._root, *self._root.children(recursive=True)]:
-            try:
-                held, is_reader = process.memory_info().rss, process.ppid() != self._root.pid and process != self._root
-                used = process.cpu_times()
-            except psutil.Error:
-                continue
-            if is_reader:
-                self.peak_bytes = max(self.peak_bytes, held)
-                self.longest_s = max(self.longest_s, used.user + used.system)
-            else:
-                self.others_peak_bytes = max(self.others_peak_bytes, held)
-
-
-@contextmanager
-def watched(pid: int) -> Iterator[Watch]:
-    watch, ended = Watch(pid), threading.Event()
-
-    def look() -> None:
-        while not ended.wait(0.02):
-            try:
-                watch.look()
-            except psutil.Error:
-                return
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield watch
-    finally:
-        ended.set()
-        thread.join()
+    def follow(self, root: psutil.Popen) -> None:
+        """Look until the process has ended."""
+        while root.poll() is None:
+            for process in [root, *root.children(recursive=True)]:
+                with suppress(psutil.Error):
+                    held, used = process.memory_info().rss, process.cpu_times()
+                    if process.pid != root.pid and process.ppid() != root.pid:
+                        self.peak_bytes = max(self.peak_bytes, held)
+                        self.longest_s = max(self.longest_s, used.user + used.system)
+                    else:
+                        self.others_peak_bytes = max(self.others_peak_bytes, held)
+            time.sleep(0.02)
 
 
 def fill(home: Path, hostile: tuple[Hostile, ...]) -> Path:
@@ -96,13 +74,14 @@ def ingest_watched(docs: Path, *flags: str, **environment: str) -> tuple[Watch, 
     out = docs.with_name("out.jsonl")
     plain = [] if find_spec("ftfy") or flags else ["--without", "encoding"]
     argv = [sys.executable, "-m", "sftplay", "ingest", f"--in={docs}", f"--out={out}", "--workers=2", *plain, *flags]
-    running = subprocess.Popen(
-        argv, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        preexec_fn=without_roots_rights,
-    )  # fmt: skip
-    with watched(running.pid) as watch:
-        _, errors = running.communicate(timeout=HANG_S)
-    assert running.returncode == 0, errors.decode()
+    watch, errors = Watch(), docs.with_name("errors.txt")
+    with errors.open("w") as stream, suppress(psutil.NoSuchProcess):
+        running = psutil.Popen(
+            argv, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=stream,
+            preexec_fn=without_roots_rights,
+        )  # fmt: skip
+        watch.follow(running)
+    assert running.wait() == 0, errors.read_text()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     return watch, json.loads(out.with_suffix(".report.json").read_text()), rows
 
