@@ -13,7 +13,6 @@ from pathlib import Path
 
 from sftplay.config.run import RunConfig
 from sftplay.data.layouts import read_layout_options, to_record
-from sftplay.data.order import compute_keys, is_held_out
 from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Refused, Text
 from sftplay.errors import ConfigError, DataError
@@ -71,6 +70,8 @@ def find_text_source(cfg: RunConfig) -> tuple[str, float]:
 
 def training_texts(cfg: RunConfig) -> list[str]:
     """Return the first `READ_CHARACTERS` of the training texts, without held-out and unreadable rows."""
+    from sftplay.data.row_outcomes import compute_keys, is_held_out  # slow to import, and terms of a file need it not
+
     path, held_out = find_text_source(cfg)
     reading, texts, left = read_layout_options(cfg.data), [], READ_CHARACTERS
     for source, row in read_rows(path, read_dialect(cfg.data)):
