@@ -37,10 +37,8 @@ def sound_problems(
 
     The others are logged, with `outcome` for what happens to them. References run once for the same problems, limits
     and executor; the verdicts are cached, unless a reference took too long: the machine may have been busy.
-
-    Raises:
-        RunError: the sandbox failed, so nothing is known about a reference.
-        DataError: a test or setup is no Python; or no problem is left.
+    Raise RunError where the sandbox failed, so nothing is known about a reference; DataError where a test or setup is
+    no Python; or no problem is left.
     """
     facts = [[p.task_id, p.reference, p.tests, p.setup, p.entry_point] for p in problems]
     key = fingerprint({"problems": facts, "limits": asdict(limits), "executor": sandbox.version})
@@ -93,13 +91,10 @@ def _find_failures(problems: Sequence[Problem], sandbox: Sandbox, *, limits: Lim
 class Published:
     """A data set of problems."""
 
-    files: tuple[str, ...]
-    """Names of the file that its authors publish."""
-
+    files: tuple[str, ...]  # names of the file that its authors publish
     hub: str
     subset: str | None
-    splits: tuple[str, ...]
-    """All of them: the ids decide which problems are for testing."""
+    splits: tuple[str, ...]  # all of them: the ids decide which problems are for testing
 
 
 MBPP_PARTS = ("prompt", "test", "validation", "train")

@@ -16,7 +16,6 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, kept_digest
 from sftplay.data.layouts import read_layout_options
-from sftplay.data.order import compute_keys, is_held_out
 from sftplay.data.pipeline import DEFAULT_SPLIT, describe_rows, sample_records
 from sftplay.data.problem import published_test_id
 from sftplay.data.prompts import Prompt, read_beginning, read_reward_columns, to_prompt
@@ -24,7 +23,18 @@ from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Refused, Source
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import resolve_template
-from sftplay.data.row_outcomes import SIDES, Example, RowOutcome, RowPolicies, Side, hash64, total, where_rows_went
+from sftplay.data.row_outcomes import (
+    SIDES,
+    Example,
+    Keys,
+    RowOutcome,
+    RowPolicies,
+    Side,
+    compute_keys,
+    is_held_out,
+    total,
+    where_rows_went,
+)
 from sftplay.data.tokenize import REFUSED, REPORT, Input, refused_line
 from sftplay.errors import DataError
 
@@ -35,15 +45,10 @@ SCHEMA = pa.schema(FIELDS | {"path": pa.string(), "line": pa.int64(), "record": 
 
 @dataclass(frozen=True)
 class Question:
-    row: int
-    """The row's number in its file, from 0."""
-
+    row: int  # the row's number in its file, from 0
     ids: list[int]
-    question: str
-    """The words of its last turn, or the beginning of a plain text."""
-
-    columns: dict[str, Any]
-    """The columns that rewards read, by name."""
+    question: str  # the words of its last turn, or the beginning of a plain text
+    columns: dict[str, Any]  # the columns that rewards read, by name
 
 
 class Questions:
@@ -115,11 +120,8 @@ class Prompts:
     train: Questions
     held_out: Questions
     renderer: Renderer
-    report: dict[str, Any]
-    """The content of `data_report.json`."""
-
-    fingerprint: str
-    """Changes with any prompt or column, held out or not."""
+    report: dict[str, Any]  # the content of `data_report.json`
+    fingerprint: str  # changes with any prompt or column, held out or not
 
 
 def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None) -> Prompts:
@@ -201,7 +203,7 @@ class _Pass:
     def run(self, inputs: list[Input], guarded: list[str], *, folder: Path) -> None:
         for prompt in (prompt for path in guarded for prompt in self._prompts(path)):
             if isinstance(prompt, Prompt):
-                self._policies.guard(hash64(compute_keys(prompt.unanswered).prompt), prompt.source)
+                self._policies.guard(compute_keys(prompt.unanswered).prompt, prompt.source)
         with ExitStack() as files:
             writers = {side: files.enter_context(open_writer(folder / f"{side}.arrow")) for side in SIDES}
             refused = files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
@@ -234,7 +236,7 @@ class _Pass:
             return prompt, {}
         keys, source = compute_keys(prompt.unanswered), prompt.source
         outcome = RowOutcome(prompt.number, source, held_out=share == 1.0 or is_held_out(keys, share))
-        outcome.keys = hash64(keys.content), hash64(keys.prompt), hash64(keys.prompt)
+        outcome.keys = Keys(keys.content, keys.prompt, keys.prompt)
         outcome.tested = published_test_id(prompt.row)
         columns = read_reward_columns(prompt.row, source, reading=self._reading)
         try:

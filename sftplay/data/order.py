@@ -1,57 +1,12 @@
-"""Keys of content, which rows are held out, and the training order of the others: the same on every machine.
-
-They depend on content and seed alone. Mixing several data sets by weight is not done here.
-"""
+"""The training order of rows, the same on every machine, and how many steps show them."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
-
-from sftplay.data.records import Record, Text
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Sixteen bytes each, equal exactly for records with equal content."""
-
-    content: bytes  # the whole content to the character, wherever it came from; the ids of calls do not count
-    normal: bytes  # the content without differences of white space, case and Unicode normalisation
-    prompt: bytes  # everything before the last answer, in its normal form; of a plain text all of it
-
-
-def compute_keys(record: Record) -> Keys:
-    """Compute the digests that identify the content of a record."""
-    n_prompt = None
-    if isinstance(record, Text):
-        texts = [record.text]
-    else:
-        texts, last = [record.tools], record.turns()[-1]
-        for index, message in enumerate(record.messages):
-            n_prompt = len(texts) if index == last else n_prompt
-            texts += (message.role, message.content)
-            for call in message.calls:
-                texts += (call.name, call.arguments)
-    folded = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
-    normal = [" ".join(text.casefold().split()) for text in folded]
-    whole = _digest(normal)
-    return Keys(_digest(texts), whole, whole if n_prompt is None else _digest(normal[:n_prompt]))
-
-
-def _digest(texts: Iterable[str]) -> bytes:
-    # The length before each text keeps two different contents from running together into one string.
-    whole = "".join([f"{len(text)}:{text}" for text in texts])
-    return hashlib.sha256(whole.encode("utf-8", "surrogatepass")).digest()[:16]
-
-
-def is_held_out(keys: Keys, share: float) -> bool:
-    """Return True for about `share` of all prompts; a prompt is always on the same side, in any file and order."""
-    return int.from_bytes(keys.prompt[:8], "big") < share * 2**64
 
 
 def training_order(n_rows: int, n_needed: int, *, seed: int) -> list[int]:

@@ -70,11 +70,9 @@ def load_examples(
     `checked` is for a caller that needs `held_out` only: the `files` of the report of a run on the same rows, which
     checked them for bad rows and leaks. While these files are unchanged, rows to train on may be left out of `train`.
     Several processes may call this at once; one tokenises and the others wait.
-
-    Raises:
-        DataError: a file cannot be read, a row is bad and the config says error, the template cannot be proven, no
-            training row keeps a token to learn, or most of what is to be learned lies behind the cut, unless the
-            config writes data.too_long.
+    Raise DataError where a file cannot be read, a row is bad and the config says error, the template cannot be proven,
+    no training row keeps a token to learn, or most of what is to be learned lies behind the cut, unless the config
+    writes data.too_long.
     """
     split = DEFAULT_SPLIT if cfg.data.split is None else cfg.data.split
     inputs = [Input(cfg.rows_path, split)]

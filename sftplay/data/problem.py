@@ -10,8 +10,7 @@ from typing import Any
 
 from sftplay.errors import DataError
 
-PROMPT_VERSION = 1
-"""To be raised when `format_question` asks in other words: results before and after do not compare."""
+PROMPT_VERSION = 1  # to be raised when `format_question` asks in other words: results before and after do not compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,23 +18,12 @@ class Problem:
     """A task, and the tests that decide whether it is solved."""
 
     task_id: str
-    text: str
-    """The task in words; or the beginning of the program, with its docstring."""
-
-    tests: tuple[str, ...]
-    """Python statements that raise where the program is wrong."""
-
-    entry_point: str
-    """The function that the tests call."""
-
-    reference: str
-    """A program that passes."""
-
-    setup: str = ""
-    """Statements that the tests need, such as imports."""
-
-    shown: int = 0
-    """Number of tests that the question shows."""
+    text: str  # the task in words; or the beginning of the program, with its docstring
+    tests: tuple[str, ...]  # python statements that raise where the program is wrong
+    entry_point: str  # the function that the tests call
+    reference: str  # A program that passes
+    setup: str = ""  # statements that the tests need, such as imports
+    shown: int = 0  # number of tests that the question shows
 
 
 def format_question(problem: Problem) -> str:

@@ -24,8 +24,7 @@ from sftplay.data.records import Chat, Message, Source, Text
 from sftplay.data.turns import check_order
 from sftplay.errors import DataError
 
-ANSWER = "answer"
-"""The column of the right answer: that of the row, else the last assistant turn of the row."""
+ANSWER = "answer"  # the column of the right answer: that of the row, else the last assistant turn of the row
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class Prompt:
     row: RowFields
     messages: tuple[Message, ...]
     tools: str
-    beginning: str = ""
-    """A plain text that the model goes on writing; then there are no messages."""
+    beginning: str = ""  # A plain text that the model goes on writing; then there are no messages
 
     def prompt(self, renderer: Any) -> list[int]:
         """Return the tokens of the prompt; raise DataError, with the row's place, where the template refuses it."""

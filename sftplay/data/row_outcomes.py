@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +17,6 @@ from numpy.typing import NDArray
 from sftplay.config.data import DataConfig
 from sftplay.data.files import FIX_ROW, RowFields, UnparsedRow, parsed
 from sftplay.data.layouts import DEFAULT_OPTIONS, SHAPES, LayoutOptions, find_layout, picked, rename_columns, to_record
-from sftplay.data.order import compute_keys, is_held_out
 from sftplay.data.problem import published_test_id
 from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, Text
 from sftplay.data.render.labels import Rendered
@@ -51,6 +52,43 @@ RawRow = tuple[int, Source, UnparsedRow]
 """Number, place and bytes of a row. Numbers count the rows of a source in reading order, from 0, refused ones too."""
 
 
+class Keys(NamedTuple):
+    """Three 64-bit numbers, equal exactly for records with equal content: of ten million, two collide in 3 of 10^6."""
+
+    content: int  # the whole content to the character, wherever it came from; the ids of calls do not count
+    normal: int  # the content without differences of white space, case and Unicode normalisation
+    prompt: int  # everything before the last answer, in its normal form; of a plain text all of it
+
+
+def compute_keys(record: Record) -> Keys:
+    """Compute the numbers that identify the content of a record."""
+    n_prompt = None
+    if isinstance(record, Text):
+        texts = [record.text]
+    else:
+        texts, last = [record.tools], record.turns()[-1]
+        for index, message in enumerate(record.messages):
+            n_prompt = len(texts) if index == last else n_prompt
+            texts += (message.role, message.content)
+            for call in message.calls:
+                texts += (call.name, call.arguments)
+    folded = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
+    normal = [" ".join(text.casefold().split()) for text in folded]
+    whole = _hash64(normal)
+    return Keys(_hash64(texts), whole, whole if n_prompt is None else _hash64(normal[:n_prompt]))
+
+
+def _hash64(texts: Iterable[str]) -> int:
+    # The length before each text keeps two different contents from running together into one string.
+    whole = "".join([f"{len(text)}:{text}" for text in texts])
+    return int.from_bytes(hashlib.sha256(whole.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+
+
+def is_held_out(keys: Keys, share: float) -> bool:
+    """Return True for about `share` of all prompts; a prompt is always on the same side, in any file and order."""
+    return keys.prompt < share * 2**64
+
+
 @dataclass(slots=True)
 class Example:
     """One training example that fits."""
@@ -73,9 +111,7 @@ class RowOutcome:
     fix: str = ""  # the remedy, where it is known
     held_out: bool = False
     is_chat: bool = True
-    keys: tuple[int, int, int] = (0, 0, 0)
-    """Short digests of its content, of the content's normal form, of the prompt's normal form."""
-
+    keys: Keys = Keys(0, 0, 0)  # noqa: RUF009 - it cannot be changed
     examples: list[Example] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """Tokens of each example before cutting; also of examples that are not kept."""
@@ -151,9 +187,8 @@ class RowProcessor:
             outcome.fix = "give the source type: cpt, or remove the row"
             return None
         outcome.unused, outcome.tested = unused_columns(row, options.reading), published_test_id(row)
-        keys = compute_keys(record)
-        outcome.keys = hash64(keys.content), hash64(keys.normal), hash64(keys.prompt)
-        outcome.held_out = is_held_out(keys, share)
+        outcome.keys = compute_keys(record)
+        outcome.held_out = is_held_out(outcome.keys, share)
         outcome.is_chat = isinstance(record, Chat)
         if isinstance(record, Chat):
             first = record.messages[0]
@@ -180,14 +215,6 @@ class RowProcessor:
 
 def _count_learned(labels: Sequence[int]) -> int:
     return len(labels) - labels.count(IGNORE_INDEX)
-
-
-def hash64(key: bytes) -> int:
-    """Return a record's key as a number that takes little memory.
-
-    The chance that two of ten million different records share its eight bytes is 3 in a million.
-    """
-    return int.from_bytes(key[:8], "big")
 
 
 STEP = 8  # lengths are counted in steps of this many tokens

@@ -18,7 +18,6 @@ from sftplay import log
 from sftplay.config.data import DataConfig
 from sftplay.data.files import find_suffix, list_files, other_files
 from sftplay.data.layouts import read_layout_options, to_record
-from sftplay.data.order import compute_keys
 from sftplay.data.pool import work_through
 from sftplay.data.read import is_hub_name, read_dialect, read_raw, read_rows
 from sftplay.data.records import Refused, Source
@@ -33,7 +32,7 @@ from sftplay.data.row_outcomes import (
     RowPolicies,
     RowProcessor,
     Side,
-    hash64,
+    compute_keys,
     total,
 )
 from sftplay.errors import DataError, MachineError
@@ -127,7 +126,8 @@ class Output(Protocol):
     """The receiver of what a pass keeps, batch by batch."""
 
     def begin(self, policies: RowPolicies) -> int:
-        """Return how many rows an earlier pass has done, and restore `policies` to that point."""
+        """Return how many rows an earlier pass has done, and restore `policies` to that point; 0 to do all again."""
+        return 0
 
     def write(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> None:
         """Take the kept examples of a batch, each with the outcome of its row."""
@@ -164,9 +164,6 @@ class RowFiles(Output):
 
     def __exit__(self, *_: Any) -> None:
         self._files.close()
-
-    def begin(self, policies: RowPolicies) -> int:
-        return 0  # a pass that was broken off is done again from the start
 
     def write(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> None:
         if not kept:
@@ -239,10 +236,8 @@ class Preparation:
         """Read `inputs`, training rows first, and hand everything to `output`.
 
         Rows of the files `guarded` must not be trained on, nor those that `inputs` hold out.
-
-        Raises:
-            DataError: a file cannot be read; or a bad, too long or leaked row, where the config says error: then the
-                first five are named with file, line and reason, and all are counted. Or no end of turn is learned.
+        Raise DataError where a file cannot be read; or a bad, too long or leaked row, where the config says error: then
+        the first five are named with file, line and reason, and all are counted. Or no end of turn is learned.
         """
         for path in guarded:
             self._guard(path)
@@ -288,7 +283,7 @@ class Preparation:
             if not isinstance(row, Refused):
                 with suppress(DataError):  # this row is counted when the file itself is measured on
                     record = to_record(row, source, reading=self._options.reading)
-                    self._policies.guard(hash64(compute_keys(record).normal), source)
+                    self._policies.guard(compute_keys(record).normal, source)
 
     def _batches(self, inputs: Sequence[Input], n_done: int) -> Iterator[Work]:
         """Yield all batches of rows behind the first `n_done`."""

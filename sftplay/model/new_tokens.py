@@ -18,9 +18,9 @@ from tokenizers import AddedToken, Tokenizer
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.layouts import read_layout_options, to_record
-from sftplay.data.order import compute_keys, is_held_out
 from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Refused, Text
+from sftplay.data.row_outcomes import compute_keys, is_held_out
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
 

@@ -38,13 +38,6 @@ def reason(row: dict[str, Any]) -> str:
     return refusal.value.what
 
 
-def test_call_and_result_in_openai_form_keep_their_ids_and_texts():
-    messages = chat({"messages": [USER, ASKS, RESULT, ANSWER]}).messages
-    assert messages[1] == Message("assistant", "", (Call("add", ADD_TEXT, "c1"),))
-    assert messages[2] == Message("tool", "5", name="add", call_id="c1")
-    assert messages[3] == Message("assistant", "5")
-
-
 @pytest.mark.parametrize(
     "asks",
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -101,29 +100,6 @@ def test_noncharacters_are_refused_wherever_they_stand(modern_tokenizer: Any, ma
     ]
     found = Renderer.prove(modern_tokenizer, CHATML, samples=[]).render(records)
     assert ["U+FDD0" in example.problem for example in found] == [True] * 5
-
-
-def test_template_that_looks_at_a_typed_token_has_the_row_refused(modern_tokenizer: Any):
-    template = re.sub(r"\{% generation %\}|\{% endgeneration %\}", "", CHATML).replace(
-        "'<|im_start|>' + message['role'] + '\\n' + message['content']",
-        "'<|im_start|>' + message['role'] + '\\n' + message['content'].split('</s>')[-1]",
-    )
-    renderer = Renderer.prove(modern_tokenizer, template, samples=[])
-    typed, plain = renderer.render([make_chat("One</s>Two?", "Yes."), make_chat("Two?", "Yes.")])
-    assert plain.problem == ""
-    assert typed.problem != ""
-
-
-def test_merges_that_make_a_control_token_out_of_text_are_not_made():
-    letters = "<>/suserHiPong ho.two?hre assistant:ynteRadg"
-    vocab = {"</s>": 0, **{piece: 1 + place for place, piece in enumerate(dict.fromkeys([*letters, "</", "s>"]))}}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("<", "/"), ("s", ">"), ("</", "s>")]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    backend.decoder = decoders.Fuse()
-    found = rendered(tokenizer, make_chat("Hi </s> ho.", "yes."), BARE)
-    assert found.problem == ""
-    assert found.input_ids.count(0) == 2
-    assert [vocab[piece] for piece in ("</", "s>")] == found.input_ids[8:10]
 
 
 def test_row_is_refused_where_unknown_words_are_the_very_token_it_types():

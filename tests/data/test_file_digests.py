@@ -43,15 +43,6 @@ def test_an_unchanged_file_is_read_once_and_a_changed_one_again_as_with_a_broken
     assert len(hashed) == 3
 
 
-def test_a_file_changed_a_moment_ago_is_not_kept(tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cache, "GRAIN_NS", 10**12)
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"text": "a"}\n')
-    for _ in range(2):
-        assert kept_digest(str(file), str(tmp_path / "kept")) == content_digest(str(file))
-    assert len(hashed) == 2
-
-
 def test_a_file_that_joins_a_folder_changes_its_digest(tmp_path: Path, hashed: list[str]):
     folder = tmp_path / "rows"
     folder.mkdir()

@@ -11,18 +11,11 @@ from sftplay.data.records import Chat, Message, Source
 from sftplay.data.render import templates
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML, ChatTemplate
-from sftplay.data.render.vocabulary import Vocabulary
 from sftplay.errors import DataError
 
 PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-LAST_TURN_THINKS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
-    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-    "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{% endif %}"
 )
 TRAP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ENDLESS = {
@@ -57,20 +50,6 @@ def test_four_thousand_turns_take_as_many_renderings_as_four_hundred(tokenizer, 
         assert not example.problem
         assert sum(label in renderer.end_token_ids for label in example.labels) == n_turns // 2
     assert counts[0] == counts[1] < 60
-
-
-def test_the_examples_of_a_long_chat_are_read_as_far_as_they_can_be_used(tokenizer, monkeypatch):
-    renderer = Renderer.prove(tokenizer, LAST_TURN_THINKS, samples=[])
-    assert renderer.rewrites_turns
-    whole = renderer.render([chat(160)])
-    real, read = Vocabulary.encode, []
-    monkeypatch.setattr(Vocabulary, "encode", lambda self, texts: read.extend(map(len, texts)) or real(self, texts))
-    cut = renderer.render([chat(160)], 128)
-    assert len(cut) == len(whole) == 80
-    for some, every in zip(cut, whole, strict=True):
-        assert some.input_ids[:128] == every.input_ids[:128]
-        assert some.labels[:128] == every.labels[:128]
-    assert sum(read) < 30 * (8 * 128 + 1000)
 
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)

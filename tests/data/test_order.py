@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data.order import Keys, compute_keys, is_held_out, order_hash, steps_for, training_order
-from sftplay.data.records import Chat, Message, Source
+from sftplay.data.order import order_hash, steps_for, training_order
 
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 2**32 - 1))
@@ -35,14 +34,3 @@ def test_order_never_changes_between_releases():
 )
 def test_steps_show_every_row_and_round_up(n_rows: int, epochs: float, batch: int, steps: int):
     assert steps_for(n_rows, epochs, effective_batch=batch) == steps
-
-
-def keys(prompt: str, answer: str = "yes", line: int = 1) -> Keys:
-    return compute_keys(Chat((Message("user", prompt), Message("assistant", answer)), Source("x", line)))
-
-
-def test_side_depends_on_the_prompt_alone():
-    prompts = [f"prompt {n}" for n in range(400)]
-    assert [is_held_out(keys(p), 0.2) for p in prompts] == [is_held_out(keys(p, "no", 9), 0.2) for p in prompts]
-    share = sum(is_held_out(keys(p), 0.2) for p in prompts) / 400
-    assert 0.14 < share < 0.26  # three standard deviations of a binomial: 3 * sqrt(0.2 * 0.8 / 400) = 0.06

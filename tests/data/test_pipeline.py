@@ -160,18 +160,6 @@ def test_damaged_cache_is_noticed_and_made_again(tokenizer: Any, config: Config,
     assert load_examples(cfg, tokenizer).train["input_ids"][:] == ids
 
 
-def test_broken_off_preparation_leaves_nothing_that_looks_finished(
-    tokenizer: Any, config: Config, write_rows: Write, monkeypatch: pytest.MonkeyPatch
-):
-    cfg = config(write_rows([row(n) for n in range(60)]), split=0.25)
-    with monkeypatch.context() as patched:
-        patched.setattr(Preparation, "_report", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            load_examples(cfg, tokenizer)
-    assert [path.suffix for path in Path(cfg.data.processed_dir).iterdir()] == [".lock"]
-    assert len(load_examples(cfg, tokenizer).train) > 30
-
-
 def _load_in_process(cfg: RunConfig, saved: str, start: Any, answers: Any) -> None:
     from transformers import PreTrainedTokenizerFast
 

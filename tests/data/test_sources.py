@@ -102,17 +102,6 @@ def test_csv_rows_are_placed_at_their_first_line(tmp_path: Path):
     assert found[4][1] == {"prompt": "i", "completion": "j"}
 
 
-def test_null_fields_that_parquet_adds_to_calls_are_taken_out_again(tmp_path: Path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "sub", "arguments": {"b": 2}}]
-    table = pa.Table.from_pylist([{"calls": [call], "note": None} for call in calls])
-    pq.write_table(table, tmp_path / "a.parquet")
-    assert table.to_pylist()[0]["calls"][0]["arguments"] == {"a": 1, "b": None}  # the nulls are there
-    assert [found for _, found in read(tmp_path / "a.parquet")] == [{"calls": [call], "note": None} for call in calls]
-
-
 def test_header_of_a_known_layout_says_the_delimiter_even_where_another_gives_more_columns(tmp_path: Path):
     (tmp_path / "a.csv").write_text("question;answer;a,b,c,d\nWhy?;So, so;x\n")
     assert read(tmp_path / "a.csv") == [(2, {"question": "Why?", "answer": "So, so", "a,b,c,d": "x"})]

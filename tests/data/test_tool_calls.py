@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from chat_reference import decode_learned, render_text, shipped_templates
+from chat_reference import decode_learned, shipped_templates
 
 from sftplay.data.layouts import to_record
 from sftplay.data.records import Call, Chat, Message, Source
@@ -77,7 +77,7 @@ def said_and_called(template: str, learned: str) -> list[str | Row]:
 
 
 @needs_rows
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", ["chatml", "llama3_1"])
 def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(modern_tokenizer: Any, name: str):
     rows, chats = zip(*real_rows(), strict=True)
     renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=chats[:8])
@@ -214,18 +214,3 @@ def test_calls_may_end_with_a_token_of_their_own(modern_tokenizer: Any):
     learned, _ = find_learned(modern_tokenizer, template, weighing())
     assert learned == '[weigh {"stone": "grey"}]<|eom_id|>Heavy.</s>'
     assert modern_tokenizer.convert_ids_to_tokens(renderer.end_token_ids) == ["</s>", "<|eom_id|>"]
-
-
-@needs_rows
-@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
-def test_text_of_real_rows_is_that_of_transformers(modern_tokenizer: Any, name: str):
-    rows, chats = zip(*list(real_rows())[::10], strict=True)
-    renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=[])
-    for row, found in zip(rows, renderer.render(chats), strict=True):
-        turns = [
-            {"role": turn["role"], "content": turn["content"]}
-            | ({"tool_calls": [{"function": call} for call in turn["calls"]]} if "calls" in turn else {})
-            for turn in row["messages"]
-        ]
-        text = render_text(modern_tokenizer, TEMPLATES[name], turns, tools=row["tools"] or None)
-        assert found.input_ids == modern_tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -236,8 +236,7 @@ class MixtureRows:
     steps: int  # optimizer steps of the run: `train` has that many effective batches of rows
     steps_per_epoch: int
     fingerprint: str  # changes with any row or its place; a longer run begins with the same rows
-    report: dict[str, Any]
-    """The content of `data_report.json`."""
+    report: dict[str, Any]  # the content of `data_report.json`
 
     def source(self, name: str) -> MixSource:
         return next(source for source in self.sources if source.name == name)
@@ -255,10 +254,8 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
 
     `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model.
     Several processes may call this at once; one tokenises and the others wait.
-
-    Raises:
-        DataError: a file cannot be read, a row is bad and the config says error, the template cannot be proven, or a
-            source with a weight has nothing to learn.
+    Raise DataError where a file cannot be read, a row is bad and the config says error, the template cannot be proven,
+    or a source with a weight has nothing to learn.
     """
     renderers = prove_renderers(cfg, tokenizer, template=renderer_template)
     jobs = list_source_jobs(cfg, tokenizer, renderers=renderers)

@@ -97,8 +97,7 @@ class Index:
     id_bytes: int  # of each token: 2 or 4
     has_mask: bool  # not all tokens are learned
     paths: list[str] = field(default_factory=list)  # the files in which the documents stand, by number
-    resume: dict[str, Any] = field(default_factory=dict)
-    """The progress of an unfinished store; empty in a whole one."""
+    resume: dict[str, Any] = field(default_factory=dict)  # the progress of an unfinished store; empty in a whole one
 
     def write(self, folder: Path) -> None:
         write_text(folder / INDEX, json.dumps(vars(self)))
@@ -152,8 +151,7 @@ class Store:
 SEEN = "seen_records"  # the keys of all records so far; a file of an unfinished store only
 SEEN_ENTRY = np.dtype([("keys", "<u8", 3), ("is_held_out", "u1"), ("is_chat", "u1")])
 
-ROWS_BETWEEN_NOTES = 16_384
-"""After so many rows the progress is noted; a killed process loses no more than these."""
+ROWS_BETWEEN_NOTES = 16_384  # after so many rows the progress is noted; a killed process loses no more than these
 
 
 class StoreWriter(Output):

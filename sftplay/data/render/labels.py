@@ -159,10 +159,7 @@ class Writer:
 
     def mark_text(self, record: Text) -> Marked:
         """Return a plain text, all of it to be learned.
-
-        Raises:
-            Unproven: the tokenizer has nothing to end it with.
-            DataError: it holds a noncharacter.
+        Raise Unproven where the tokenizer has nothing to end it with; DataError where it holds a noncharacter.
         """
         if self.vocabulary.eos_id is None:
             raise Unproven("the tokenizer has no EOS token, so a text could not end")
@@ -183,10 +180,8 @@ class Writer:
 
     def prompt_ids(self, finder: TurnFinder, messages: Sequence[Message], *, tools: str) -> list[int]:
         """Return the tokens that ask for an answer to `messages`.
-
-        Raises:
-            Unproven: what is typed in them cannot be kept apart from control tokens.
-            DataError: the template refuses them, or they hold a noncharacter.
+        Raise Unproven where what is typed in them cannot be kept apart from control tokens; DataError where the
+        template refuses them, or they hold a noncharacter.
         """
         whole = Chat(tuple(messages), NOWHERE, tools=tools)
         guarded, typed = self.escaper.guarded(whole)

@@ -33,10 +33,8 @@ def read_sentinel_layout(
 
     It gives a function from messages to the text that the template must write for them, and each message's span in it.
     `end` matches an end-of-turn token and white space before it.
-
-    Raises:
-        Unproven: a text is missing, doubled or out of order, inference would prompt otherwise, or a turn has no end.
-        DataError: the template refuses these roles.
+    Raise Unproven where a text is missing, doubled or out of order, inference would prompt otherwise, or a turn has no
+    end; DataError where the template refuses these roles.
     """
     # Letters between private-use characters: nothing a template trims, splits at or looks for.
     marks = [f"\ue0f0m{index}\ue0f1" for index in range(len(roles))]
@@ -219,10 +217,7 @@ class TurnFinder:
 
     def find(self, chat: Chat, method: Method) -> Marked:
         """Return the chat's text with the spans of its learned turns, each checked against the assistant's text.
-
-        Raises:
-            Unproven: the method does not hold for this chat.
-            DataError: the template refuses the chat.
+        Raise Unproven where the method does not hold for this chat; DataError where the template refuses the chat.
         """
         by = {"markers": self._by_markers, "sentinels": self._by_sentinels, "prefixes": self._by_prefixes}
         marked = by[method](chat)
@@ -237,10 +232,7 @@ class TurnFinder:
         """Return the chat with its marked text; one chat and text for each turn where one text cannot show them all.
 
         Where `method` does not hold, prefixes are tried.
-
-        Raises:
-            Unproven: nothing holds for this chat.
-            DataError: the template refuses the chat.
+        Raise Unproven where nothing holds for this chat; DataError where the template refuses the chat.
         """
 
         def find_or_prefixes(part: Chat) -> Marked:

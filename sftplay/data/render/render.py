@@ -285,9 +285,8 @@ class Renderer:
 
     def prompt_ids(self, messages: Sequence[Message], tools: str = "") -> list[int]:
         """Return the tokens that ask the model to answer `messages`; in training the answer follows these same tokens.
-
-        Raises:
-            DataError: the template refuses them, or there is none, or they type what cannot be kept apart from control.
+        Raise DataError where the template refuses them, or there is none, or they type what cannot be kept apart from
+        control.
         """
         try:
             return self._writer.prompt_ids(self._expect_finder(), messages, tools=tools)

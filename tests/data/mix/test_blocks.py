@@ -54,25 +54,6 @@ def test_any_block_of_texts_equals_that_of_the_whole_stream_laid_out(lengths, si
     assert sizes[block] == (row.labels != -100).sum()
 
 
-@given(lengths=LENGTHS, size=st.integers(2, 40), group=st.integers(1, 9), epochs=st.integers(1, 4))
-def test_an_epoch_of_texts_gives_each_token_once_and_each_label_but_a_first_token(lengths, size, group, epochs):
-    texts = make_texts(lengths)
-    total = sum(lengths)
-    blocks = TextBlocks(ReadingOrder(make_documents(texts, group=group), seed=5), size)
-    n_blocks = -(-epochs * total // (size - 1))
-    grow_to(blocks, n_blocks)
-    labels: list[int] = []
-    for block in range(n_blocks):
-        row = blocks.row(block)
-        assert len(row.input_ids) <= size
-        labels += row.labels[row.labels != -100].tolist()
-    assert len(labels) <= n_blocks * (size - 1)
-    learned = sorted(id for text in texts for id, flag in zip(*text, strict=True) if flag)
-    whole, rest = sorted(labels[: epochs * len(learned)]), labels[epochs * len(learned) :]
-    assert whole == sorted(learned * epochs)
-    assert len(rest) < size
-
-
 @given(
     learned_flags=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=20),
     room=st.integers(0, 30), group=st.integers(1, 9), n=st.integers(1, 25),

@@ -72,32 +72,6 @@ def test_every_token_is_learned_or_counted_as_the_first_of_a_document_or_dropped
     assert labels["domain"] >= report["domain"]["label_tokens"]
 
 
-@pytest.mark.parametrize("crosses", [False, True])
-def test_one_epoch_hands_out_each_label_exactly_once(
-    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], crosses: bool
-):
-    rows = load_mixture(
-        mixed([domain], split=0, size=40, train={"effective_batch_size": 1}, cpt={"cross_document": crosses}), tokenizer
-    )
-    entry = rows.report["sources"]["domain"]
-    assert len(rows.train) == rows.steps == -(-entry["tokens"] // 39)
-    handed = Counter[int]()
-    for row in read_rows(rows)[:-1]:
-        handed.update(row["labels"][row["labels"] != -100].tolist())
-    last = rows.train[len(rows.train) - 1]
-    n_new = entry["tokens"] - (len(rows.train) - 1) * 39
-    begin = len(last["labels"]) - 39
-    of_epoch = last["labels"][begin : begin + n_new]
-    handed.update(of_epoch[of_epoch != -100].tolist())
-    expected = Counter[int]()
-    for doc in rows.documents("domain", "train"):
-        expected.update(doc.ids[0 if crosses else 1 :].tolist())
-    if crosses:
-        expected.subtract([int(rows.train[0]["input_ids"][0])])
-    assert +expected == handed
-    assert handed.total() == entry["label_tokens"]
-
-
 def test_a_source_of_weight_0_gives_no_row_and_is_measured(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
 ):
