@@ -17,15 +17,13 @@ from typing import Any
 
 import pytest
 from huggingface_hub import snapshot_download
-from in_process import Inputs, sized, written_config
 from processes import HANG_S
 
 from sftplay.config.run import ModelConfig
-from sftplay.errors import ConfigError, MachineError
+from sftplay.errors import MachineError
 from sftplay.machine.releases import hub_client
 from sftplay.model import hub
 from sftplay.model.hub import check_reachable
-from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,15 +175,6 @@ def test_model_that_the_hub_does_not_have_is_refused(served: tuple[str, type[Hub
     with pytest.raises(MachineError, match="the hub has no such model") as caught:
         check_reachable("org/other", None, where="here")
     assert "HF_TOKEN" in caught.value.fix
-
-
-def test_path_of_a_folder_that_has_gone_is_no_name_of_the_hub(tmp_path: Path, chat_rows: Path):
-    missing = tmp_path / "base that was here"
-    cfg = sized(written_config(tmp_path, Inputs(missing, chat_rows, chat_rows)))
-    for opens in (load_base, lambda cfg: load_tokenizer(cfg.model)):
-        with pytest.raises(ConfigError, match="no model folder") as caught:
-            opens(cfg)
-        assert str(missing) in caught.value.what
 
 
 FETCH = "from sftplay.model.hub import fetch_weights; fetch_weights('org/tiny', None)"

@@ -18,7 +18,7 @@ from sftplay.config.run import LoraConfig, ModelConfig
 from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.model.adapter import add_adapter, attach_adapter, describe_parameters, freeze_outside_text
 from sftplay.model.load import load_base
-from sftplay.model.source import check_source, is_quantised
+from sftplay.model.source import check_source
 from sftplay.model.tokenizer import load_tokenizer
 
 
@@ -166,13 +166,6 @@ def test_source_is_a_folder_with_a_config_a_builtin_or_a_hub_name(tiny_llama: Pa
         check_source("./models/nothing", "here")
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         check_source(str(tmp_path), "here")
-
-
-def test_a_model_counts_as_quantised_where_nothing_here_says_otherwise(tiny_llama: Path, broken: Path):
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bnb"}}))
-    names = {"builtin:tiny": False, str(tiny_llama): False, str(broken): True, "org/nobody-has-it": True}
-    assert {name: is_quantised(name, None) for name in names} == names
 
 
 @pytest.fixture(scope="module")

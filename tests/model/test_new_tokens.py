@@ -108,6 +108,17 @@ def test_a_term_that_begins_a_longer_token_leaves_that_token_whole():
     assert choose_forms(plain, ["quiet"])[1] == {"quiet": IS_ONE_TOKEN}
 
 
+def test_no_word_of_the_data_gets_longer_by_a_term_that_it_begins_with():
+    # "hillsboats" is " hills" and "boats"; behind a token " hillsb" there would be "o" and "ats".
+    plain = byte_level("boats")
+    before = ids(plain, "the hillsboats")
+    assert len(before) == 3
+    loose, held = (choose_forms(plain, ["hillsb"], words=words)[0] for words in ([], ["hills", "hillsboats", "old"]))
+    assert len(ids(with_terms(plain, loose), "the hillsboats")) > len(before)
+    assert ids(with_terms(plain, held), "the hillsboats") == before
+    assert held == {}  # as a bare word it would leave its space a token, and save none
+
+
 @given(st.lists(st.sampled_from([*WANTED, *PLAIN_TEXT.split()[:4], "s", "\n", ".", "(", ")", "-"])), st.booleans())
 def test_text_with_the_terms_comes_back_unchanged(words: list[str], spaced: bool):
     plain, extended = _pair()

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments, set_seed
 
@@ -35,11 +33,6 @@ from sftplay.train.task import RowOrder, Rows, TrainerParts
 from sftplay.train.train_run import TrainResult, TrainRun, make_setup, write_manifest
 from sftplay.train.upstream import on_one_gpu
 from sftplay.units import format_count
-
-
-def collate(places: Sequence[int]) -> dict[str, Tensor]:
-    """Stack the places of rows: `place`, int64 [rows]."""
-    return {"place": torch.tensor(places)}
 
 
 def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> TrainResult:
@@ -154,7 +147,7 @@ def build_trainer(parts: TrainerParts, *, train: PuzzleFolder, held_out: PuzzleF
         train_rows=TrainBatches(train, seed=cfg.seed, global_batch=batch, rank=rank, world=world),
         args=on_one_gpu(TrainingArguments(**arguments)),
         train_dataset=parts.train,
-        data_collator=collate,
+        data_collator=lambda places: {"place": torch.tensor(places)},
         callbacks=parts.callbacks,
     )
     evaluation = None

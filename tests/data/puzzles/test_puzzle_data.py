@@ -165,21 +165,6 @@ def test_a_subsample_is_drawn_by_the_seed(
         assert (code, error["where"], error["what"]) == (2, "--subsample", f"is {n}; there are 40 training puzzles")
 
 
-def test_a_copy_of_a_training_puzzle_in_the_test_is_refused_with_both_lines(
-    puzzles: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    grids = [np.array([[int(cell) for cell in text]], np.uint8) for text in puzzles[7]]
-    change = sample_changes(1, np.random.Generator(np.random.Philox(5)))
-    copy = tuple("".join(map(str, change.apply(grid)[0])) for grid in grids)
-    train = write_csv(tmp_path / "in" / "train.csv", puzzles[:40])
-    test = write_csv(tmp_path / "in" / "test.csv", [*puzzles[40:45], copy])  # type: ignore[list-item]
-    code, error = refusal(capsys, "--kind=sudoku", f"--in={tmp_path / 'in'}", f"--out={tmp_path / 'out'}")
-    assert code == 4
-    assert error["where"] == f"{test}:7"
-    assert error["what"] == f"is a copy of the training puzzle {train}:9"
-    assert names_in(tmp_path) == ["in"]
-
-
 TWO = ANSWER.translate(str.maketrans("12", ".."))
 """The digits 1 and 2 can be exchanged: two solutions at least."""
 
@@ -441,7 +426,7 @@ def test_several_processes_write_what_one_writes(tmp_path: Path, capsys: pytest.
     # Beyond the number that makes processes worth their start; the same puzzle may come again within the test.
     write_csv(tmp_path / "in" / "test.csv", make_puzzles(100, seed=1) * 170)
     write_tasks(tmp_path / "tasks")
-    for kind, source, copies in (("sudoku", "in", 3), ("arc", "tasks", 1000)):
+    for kind, source, copies in (("sudoku", "in", 1), ("arc", "tasks", 700)):
         for workers in (1, 2):
             out = tmp_path / f"{kind}{workers}"
             words = [f"--kind={kind}", f"--in={tmp_path / source}", f"--out={out}", f"--aug={copies}"]

@@ -33,13 +33,12 @@ def stream(seed: int = 0) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(seed))
 
 
-def test_ten_thousand_puzzles_are_changed_and_changed_back():
+def test_ten_thousand_changes_keep_the_rules_and_all_differ():
     originals = np.tile(np.stack([cells(QUESTION), cells(ANSWER)]), (10_000, 1))
     # Question and answer of a pair have one change.
     sampled = sample_changes(10_000, stream())
     changes = Changes(np.repeat(sampled.digits, 2, axis=0), np.repeat(sampled.cells, 2, axis=0))
     changed = changes.apply(originals)
-    assert np.array_equal(changes.undo().apply(changed), originals)
     # Nothing but a permutation of cells and of digits: as many clues, and the answer solves its question.
     questions, answers = changed[::2], changed[1::2]
     assert ((questions > 0).sum(axis=1) == 32).all()

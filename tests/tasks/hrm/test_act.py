@@ -117,15 +117,6 @@ def test_losses_and_figures_of_a_segment_are_those_of_hand_arithmetic():
         assert figures[name] == pytest.approx(sum(parts), rel=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{"q_continue": False}, {"n_supervision": 1}], ids=["q_continue off", "1 segment"])
-def test_without_the_worth_of_going_on_there_is_no_second_pass(changes: dict[str, Any]):
-    hrm = HrmConfig(**{"n_supervision": 3, **changes})
-    said = [answer([1.0] * BATCH, [1.0] * BATCH)]
-    segment = told_segment(hrm, said, steps=[0] * BATCH, labels=FREE.new_ones(BATCH, CELLS))
-    assert dict(zip(FIGURES, segment.figures.tolist(), strict=True))["q_continue_loss"] == 0
-    assert not said[1:]
-
-
 def test_the_target_of_going_on_has_no_gradient_and_looks_on_from_the_new_state():
     model = made(n_supervision=3)
     with torch.no_grad():

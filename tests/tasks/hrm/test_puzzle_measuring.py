@@ -161,18 +161,6 @@ def test_copies_of_arc_tasks_vote_on_one_rank_or_several(arc: PuzzleFolder, tmp_
         assert all("pass_at" not in each.figures and not each.lines for each in others)
 
 
-def test_no_votes_are_counted_of_a_part_or_of_puzzles_without_a_kind(arc: PuzzleFolder, tmp_path: Path, capsys: Any):
-    test = tmp_path / "arc" / "test"
-    limited = measure(model_for(arc), arc, hrm=HrmConfig(**HRM), at_once=3, limit=2).figures
-    assert "pass_at" not in limited
-    assert "pass@" not in format_summary(limited)
-    facts = json.loads((test / "dataset.json").read_text())
-    (test / "dataset.json").write_text(json.dumps(facts | {"kind": ""}))  # as the published code writes it
-    unnamed = measure(model_for(arc), PuzzleFolder.open(test), hrm=HrmConfig(**HRM), at_once=3).figures
-    assert "pass_at" not in unnamed
-    assert 'no votes are counted: dataset.json names no kind; write "kind": "arc"' in capsys.readouterr().out
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run that has learned next to nothing, with the config that names it."""
@@ -226,26 +214,14 @@ def test_a_bad_file_is_refused(home: Path, tmp_path: Path, capsys, text: str | N
     assert said in capsys.readouterr().err
 
 
-def other_kind(folder: Path, *, identifiers: int) -> Path:
-    """Puzzles of six cells, or those of the run with more identifiers than it has learned."""
-    from hrm_run import write_puzzles
-
-    if identifiers == 1:
-        return write_puzzles(folder)
+def test_held_out_puzzles_of_another_kind_are_refused_before_a_run_begins_and_by_a_finished_one(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other, said = tmp_path / "other", "has 3 puzzle identifiers"  # more than the run has learned
     grid = np.full((2, 16), 2, np.uint8)
     for split in ("train", "test"):
-        (folder / split).mkdir(parents=True)
-        write_folder(folder / split, [Group(grid, grid)], alphabet=SUDOKU4, num_puzzle_identifiers=identifiers)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("identifiers", "said"), [(1, "has 6 cells of 4 symbols"), (3, "has 3 puzzle identifiers")], ids=["cells", "names"]
-)
-def test_held_out_puzzles_of_another_kind_are_refused_before_a_run_begins_and_by_a_finished_one(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], identifiers: int, said: str
-):
-    other = other_kind(tmp_path / "other", identifiers=identifiers)
+        (other / split).mkdir(parents=True)
+        write_folder(other / split, [Group(grid, grid)], alphabet=SUDOKU4, num_puzzle_identifiers=3)
     given = [f"data.val_path={other}", f"output_dir={tmp_path / 'runs'}"]
     for verb in ("plan", "train"):
         assert main([verb, "--config", str(home / "config.resolved.yaml"), *given]) == 4
@@ -265,8 +241,3 @@ def test_verbs_for_texts_say_that_the_run_has_learned_puzzles(verb: str, home: P
     shown = capsys.readouterr().err
     assert f"task_mode hrm learns puzzles, and {verb} needs a model of texts" in shown
     assert str(home / "model") in shown
-
-
-def test_a_run_on_puzzles_needs_a_file(home: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(words(home, "infer")) == 2
-    assert "IN=puzzle.txt" in capsys.readouterr().err

@@ -83,7 +83,6 @@ def make_generator(mark: bytes, seed: int) -> np.random.Generator:
 class PuzzleBatch:
     """A process's rows of one batch."""
 
-    set_name: str
     rows: NDArray[np.int64]
     """[batch]: the number of each example in its set; -1 is padding."""
 
@@ -209,7 +208,7 @@ def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) ->
     identifiers = chosen.puzzle_identifiers[chosen.find_puzzles(known)].astype(np.int32)
     identifiers[~mask] = facts.blank_identifier_id
     cells = {"inputs": inputs, "labels": labels}
-    return PuzzleBatch(set_name=chosen.name, rows=rows, **cells, puzzle_identifiers=identifiers, mask=mask)
+    return PuzzleBatch(rows=rows, **cells, puzzle_identifiers=identifiers, mask=mask)
 
 
 def _slice_batch(global_batch: int, *, rank: int, world: int) -> slice:

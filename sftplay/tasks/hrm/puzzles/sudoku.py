@@ -155,10 +155,6 @@ class Changes:
     def apply(self, grids: Grids) -> Grids:
         return np.take_along_axis(self.digits, np.take_along_axis(grids, self.cells, axis=1).astype(np.int64), axis=1)
 
-    def undo(self) -> Changes:
-        """Return the changes that lead back: those of the cells and of the digits do not depend on each other."""
-        return Changes(np.argsort(self.digits, axis=1).astype(np.uint8), np.argsort(self.cells, axis=1))
-
 
 def sample_changes(n: int, stream: np.random.Generator) -> Changes:
     """Sample `n` changes, each equally likely."""
