@@ -241,7 +241,7 @@ def test_documents_and_chats_are_trained_on_with_listed_terms(
     terms = {entry["term"] for entry in kept}
     assert len(terms) == NEW
     assert "angle of attack" in terms
-    rows = [run.trainer.train_dataset[n]["input_ids"].tolist() for n in range(8)]
+    rows = [run.trainer.train_dataset[n]["input_ids"].tolist() for n in range(10)]
     assert sum(id >= BASE_ROWS for row in rows for id in row) > 50
     out = merge(run.cfg, run.folder, out=tmp_path / "merged")
     assert check_merge(run.cfg, run.folder, merged=out)["texts_equal"]
