@@ -428,7 +428,7 @@ SHOWN_IN = (
     ("launch/test_restarts.py", "cluster", "max_restarts"),
     ("model/test_downloads.py", "model", "revision"),
     ("model/test_load.py", "model", "trust_remote_code allow_pickle"),
-    ("model/test_new_tokens.py", "tuning.new_tokens", "count min_count path"),
+    ("model/test_new_tokens.py", "tuning.new_tokens", "path"),
     ("plan/test_backend.py", "tuning", "backend"),
     ("reward/test_check.py", "rewards", "judges weight"),
     ("reward/test_reward_set.py", "rewards", "name use options deadline"),

@@ -127,3 +127,18 @@ def test_every_example_knows_its_file_and_line(tokenizer: Any, config: Config, t
 def test_same_prompt_with_another_answer_is_no_leak(tokenizer: Any, config: Config, write_rows: Write):
     train, val = write_rows([row("One?"), row("Two?")]), write_rows([row("Two?", "Other.")], "val.jsonl")
     assert len(load_examples(config(train, val_path=str(val)), tokenizer).train) == 2
+
+
+def test_system_prompt_of_the_config_opens_every_chat_without_one(tokenizer: Any, config: Config, write_rows: Write):
+    with_system = {
+        "messages": [
+            {"role": "system", "content": "Rhyme."},
+            *({"role": r, "content": r} for r in ("user", "assistant")),
+        ]
+    }
+    examples = load_examples(config(write_rows([row("One?"), with_system]), split=0, system="Be brief."), tokenizer)
+    texts = [tokenizer.decode(ids) for ids in examples.train["input_ids"]]
+    assert texts[0].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?")
+    assert texts[1].startswith("<|im_start|>system\nRhyme.<|im_end|>")
+    assert "Be brief." not in texts[1]
+    assert examples.report["with_system"] == 1
