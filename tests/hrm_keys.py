@@ -13,7 +13,7 @@ from in_process import train_in
 
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, PuzzleTable
 from sftplay.tasks.hrm.section import HrmConfig
-from sftplay.tasks.hrm.task import build_model, open_puzzles
+from sftplay.tasks.hrm.task import build_model, make_rows, open_puzzles
 from sftplay.train.checkpointing import starting_weights
 
 
@@ -66,8 +66,26 @@ def check_rope(_: Any) -> None:
     assert angles == [1.0, 0.54]
 
 
+def check_epochs(bench: Any) -> None:
+    for epochs, steps in ((2.0, 10), (4.0, 20)):  # 40 groups in batches of 8
+        home = bench.home / f"hrm-epochs-{epochs}"
+        cfg, _ = new_hrm_run(home, puzzles_of(bench), train__max_steps=None, hrm__epochs=epochs)
+        train, held_out = open_puzzles(cfg)
+        order = make_rows(cfg, train, held_out=held_out).order
+        assert order is not None
+        assert order.steps == steps
+
+
+def check_expansion(_: Any) -> None:
+    small, grid = {"hidden_size": 8, "num_heads": 2}, Grid(vocab_size=4, cells=3, identifiers=2)
+    models = [PuzzleModel(HrmConfig(**small, **more), grid) for more in ({}, {"expansion": 10.0})]
+    assert [len(m.state_dict()["low.blocks.0.feed_forward.gate_up.weight"]) for m in models] == [64, 128]
+
+
 OF_HRM: dict[str, Callable[[Any], None]] = {
     "start_from": check_start,
     "rope_theta": check_rope,
+    "expansion": check_expansion,
+    "epochs": check_epochs,
     **dict.fromkeys(("puzzle_emb_lr", "puzzle_emb_weight_decay", "emb_sync_every", "eval_limit"), check_table),
 }

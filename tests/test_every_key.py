@@ -450,11 +450,10 @@ SHOWN_IN = (
     (
         "tasks/hrm/test_puzzle_model.py",
         "hrm",
-        "arch hidden_size num_heads expansion h_layers l_layers h_cycles "
+        "arch hidden_size num_heads h_layers l_layers h_cycles "
         "l_cycles positions q_continue puzzle_emb_dim puzzle_emb_len",
     ),
     ("tasks/hrm/test_puzzle_runs.py", "hrm", "stop_at_exact optim compile"),
-    ("plan/test_puzzle_memory.py", "hrm", "epochs"),
     ("plan/test_layout.py", "score.devices", "solver guide value critic target_critic ref"),
     ("tasks/score/test_episodes.py", "score.prompts", "solve guide revise"),
     ("tasks/score/test_episodes.py", "score", "generation_rows"),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import math
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -17,6 +24,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Finished, Inputs, StopAfter, train, train_in
+from processes import HANG_S
 
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.chart import Chart, Curve, linear_axis, value_axis
@@ -28,6 +36,12 @@ from sftplay.report.remarks import find_remarks
 from sftplay.report.report import write_report
 from sftplay.report.run_files import RunFiles
 from sftplay.report.sample import FILE, masked_sample, write_masked_sample
+
+
+CURVES = {
+    "loss", "held_out_loss", "learning_rate", "grad_norm", "tokens_per_s", "padded_tokens_per_s", "step_s",
+    "model_tflops_per_s", "peak_rss_bytes", "padding_share",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -467,3 +481,222 @@ def test_the_tokens_of_a_sample_are_the_row_and_its_learned_part(run: Finished):
     assert "".join(text for text, _ in sample["tokens"]) == tokenizer.decode(ids)
     assert "".join(text for text, learned in sample["tokens"] if learned) == tokenizer.decode(ids[1:])
     assert [text for text, _ in sample["tokens"]].count("\N{GRINNING FACE}") == 1  # of four tokens, one for each byte
+
+
+# In a browser
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((path for name in BROWSERS if (path := shutil.which(name))), "")
+
+AS_3_AND_4 = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+for place, end in enumerate(ends, 3):
+    os.dup2(end, place)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Becomes the browser, with the two pipes where it looks for them."""
+
+
+class Browser:
+    """A headless Chromium, spoken to over two pipes in the DevTools protocol (chromedevtools.github.io)."""
+
+    def __init__(self, home: Path) -> None:
+        its_input, to_it = os.pipe()
+        from_it, its_output = os.pipe()
+        flags = "--headless=new --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
+        with contextlib.ExitStack() as stack:
+            for end in (its_input, its_output):
+                stack.callback(os.close, end)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", AS_3_AND_4, str(its_input), str(its_output), CHROMIUM, *flags.split(),
+                 "--remote-debugging-pipe", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+                 f"--user-data-dir={home}", "about:blank"],
+                pass_fds=(its_input, its_output), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        self._in, self._out = to_it, os.fdopen(from_it, "rb")
+        self._kill = threading.Timer(300, self.process.kill)  # a browser that hangs ends the read below
+        self._kill.daemon = True
+        self._kill.start()
+        self.session, self.events, self._count, self._rest = "", [], 0, b""
+        (page,) = (t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        self.session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._count += 1
+        message = {"id": self._count, "method": method, "params": params}
+        message |= {"sessionId": self.session} if self.session else {}
+        os.write(self._in, json.dumps(message).encode() + b"\0")
+        while (answer := self._read()).get("id") != self._count:
+            self.events.append(answer)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def _read(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            more = self._out.read1(2**16)
+            assert more, "the browser has gone"
+            self._rest += more
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
+
+    def open(self, path: Path) -> None:
+        """Load a file and wait for it."""
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        self.events = []
+        self.call("Page.navigate", url=path.as_uri())
+        while "Page.loadEventFired" not in self.methods():
+            self.events.append(self._read())
+
+    def methods(self) -> list[str]:
+        return [event.get("method", "") for event in self.events]
+
+    def js(self, expression: str) -> Any:
+        done = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in done, done
+        return done["result"].get("value")
+
+    def look(self, width: int, height: int, *, scheme: str = "light", media: str = "screen") -> None:
+        """Take the size of a screen, a colour scheme and a medium."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", media=media, features=features)
+
+    def complaints(self) -> list[dict[str, Any]]:
+        """Everything in the console, and every exception."""
+        kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+        return [event for event in self.events if event.get("method") in kinds]
+
+    def requests(self) -> list[str]:
+        sent = [event for event in self.events if event.get("method") == "Network.requestWillBeSent"]
+        return [event["params"]["request"]["url"] for event in sent]
+
+    def close(self) -> None:
+        self._kill.cancel()
+        with contextlib.suppress(OSError, AssertionError):
+            self.session = ""
+            self.call("Browser.close")
+        self.process.wait(timeout=HANG_S)
+        os.close(self._in)
+        self._out.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if not CHROMIUM:
+        pytest.skip("needs a Chromium or Chrome on the path (apt-get install chromium)")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        opened = Browser(Path(home))
+        yield opened
+        opened.close()
+
+
+TOO_PALE = """
+(() => {
+  const part = c => { c /= 255; return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4 }
+  const light = rgb => 0.2126 * part(rgb[0]) + 0.7152 * part(rgb[1]) + 0.0722 * part(rgb[2])
+  const colour = text => text.match(/[\\d.]+/g).map(Number)
+  const ground = e => { for (; e; e = e.parentElement) { const c = colour(getComputedStyle(e).backgroundColor)
+    if (c.length < 4 || c[3] > 0) return c } return [255, 255, 255] }
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), pale = []
+  let n = 0
+  for (let node; node = walk.nextNode();) {
+    const e = node.parentElement
+    if (!node.data.trim() || e.closest('script,style,svg') || !e.getClientRects().length) continue
+    n += 1
+    const [a, b] = [light(colour(getComputedStyle(e).color)), light(ground(e))]
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)
+    if (ratio < 4.5) pale.push([ratio.toFixed(2), node.data.slice(0, 40)])
+  }
+  return [n, pale]
+})()
+"""
+"""Texts below the contrast of WCAG 2.2, 1.4.3 (its formulas for luminance and ratio), and how many were looked at."""
+
+
+BROKEN_WORDS = """
+[...document.querySelectorAll('td code, th code')].filter(e => e.checkVisibility() && !/\\s/.test(e.textContent)
+  && e.textContent.length < 40 && e.getClientRects().length > 1).map(e => e.textContent)
+"""
+"""Words in tables that take more than one line although they would fit into one."""
+
+
+def test_a_browser_draws_every_curve_without_a_complaint_or_a_request(run: Finished, browser: Browser):
+    page = write_report(run.folder)
+    browser.open(page)
+    size = "p => [p.dataset.series, p.getBoundingClientRect().width, p.getTotalLength()]"
+    curves = browser.js(f"[...document.querySelectorAll('path[data-series]')].map({size})")
+    assert {name for name, _, _ in curves} == CURVES
+    assert all(width > 100 and length > 100 for _, width, length in curves)
+    assert browser.js("[...document.querySelectorAll('svg')].every(s => s.querySelector('title').textContent)")
+    assert browser.complaints() == []
+    assert browser.requests() == [page.as_uri()]
+
+
+def test_pointing_at_a_curve_tells_the_value_there(run: Finished, browser: Browser):
+    browser.look(1280, 900)
+    browser.open(write_report(run.folder))
+    browser.js("document.querySelector('.chart').scrollIntoView()")
+    browser.js("box = document.querySelector('.area').getBoundingClientRect()")
+    left, top, width = browser.js("[box.left, box.top, box.width]")
+    for step in (3, 6):
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + width * step / 8, y=top + 20)
+        text = browser.js("document.querySelector('.legend span').textContent")
+        assert float(text.removesuffix(f" at step {step}")) == pytest.approx(run.losses[step - 1], rel=1e-4)
+        tip = browser.js("document.querySelector('.tip').innerText").splitlines()
+        assert tip[0] == f"step {step}"
+        assert float(tip[1].removeprefix("training ")) == pytest.approx(run.losses[step - 1], rel=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_the_page_fits_its_screen_and_every_text_can_be_read(run: Finished, browser: Browser, width: int, scheme: str):
+    browser.look(width, 844, scheme=scheme)
+    browser.open(write_report(run.folder))
+    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.js(BROKEN_WORDS) == []
+    n_texts, too_pale = browser.js(TOO_PALE)
+    assert n_texts > 200
+    assert too_pale == []
+    is_white = browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert is_white == (scheme == "light")
+
+
+def test_on_paper_nothing_is_hidden_behind_a_click_and_all_is_dark_on_white(run: Finished, browser: Browser):
+    browser.look(700, 1000, scheme="dark", media="print")
+    browser.open(write_report(run.folder))
+    shown_defaults = "document.querySelector('details td').checkVisibility()"
+    assert browser.js(shown_defaults)
+    assert browser.js(TOO_PALE)[1] == []
+    assert browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    pdf = base64.b64decode(browser.call("Page.printToPDF", preferCSSPageSize=True)["data"])
+    assert pdf.startswith(b"%PDF")
+    browser.look(700, 1000)
+    assert not browser.js(shown_defaults)
+
+
+def test_without_scripts_the_page_tells_the_same(run: Finished, browser: Browser):
+    browser.look(1280, 900)
+    page = write_report(run.folder)
+    browser.open(page)
+    text = browser.js("document.body.innerText")
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(page)
+        browser.call("DOM.enable")
+        assert browser.js("document.body.innerText") == text
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_hostile_texts_do_nothing_in_a_browser(evil: RunFolder, browser: Browser):
+    page = write_report(evil)
+    browser.look(390, 844)
+    browser.open(page)
+    assert browser.js("typeof window.hacked") == "undefined"
+    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.requests() == [page.as_uri()]
+    assert browser.complaints() == []

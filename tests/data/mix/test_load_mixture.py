@@ -124,3 +124,43 @@ def test_a_source_with_nothing_to_learn_or_rows_of_the_other_type_is_refused_by_
     assert "type: cpt" in refusal.value.fix
     with pytest.raises(DataError, match="text"):
         load_mixture(mixed([domain, {**chats, "type": "cpt"}]), tokenizer)
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_one_epoch_hands_out_each_label_exactly_once(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], crosses: bool
+):
+    rows = load_mixture(
+        mixed([domain], split=0, size=40, train={"effective_batch_size": 1}, cpt={"cross_document": crosses}), tokenizer
+    )
+    entry = rows.report["sources"]["domain"]
+    assert len(rows.train) == rows.steps == -(-entry["tokens"] // 39)
+    handed = Counter[int]()
+    for row in read_rows(rows)[:-1]:
+        handed.update(row["labels"][row["labels"] != -100].tolist())
+    last = rows.train[len(rows.train) - 1]
+    n_new = entry["tokens"] - (len(rows.train) - 1) * 39
+    begin = len(last["labels"]) - 39
+    of_epoch = last["labels"][begin : begin + n_new]
+    handed.update(of_epoch[of_epoch != -100].tolist())
+    expected = Counter[int]()
+    for doc in rows.documents("domain", "train"):
+        expected.update(doc.ids[0 if crosses else 1 :].tolist())
+    if crosses:
+        expected.subtract([int(rows.train[0]["input_ids"][0])])
+    assert +expected == handed
+    assert handed.total() == entry["label_tokens"]
+
+
+def test_weights_of_examples_count_documents_that_begin(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
+):
+    cfg = mixed([domain, {**chats, "weight": 0.9}], split=0, cpt={"weights_of": "examples"}, train={"epochs": 4})
+    rows = load_mixture(cfg, tokenizer)
+    n_begun = Counter[int]()
+    for row in read_rows(rows):
+        # a document ends with EOS, and a chat begins at position 0
+        is_one = row["position_ids"] == 0 if row["source"] else row["input_ids"] == tokenizer.eos_token_id
+        n_begun[row["source"]] += int(is_one.sum())
+    assert n_begun[0] == pytest.approx(4 * 120, rel=0.02)
+    assert n_begun[1] == pytest.approx(4 * 120, rel=0.02)
