@@ -37,7 +37,6 @@ from sftplay.report.report import write_report
 from sftplay.report.run_files import RunFiles
 from sftplay.report.sample import FILE, masked_sample, write_masked_sample
 
-
 CURVES = {
     "loss", "held_out_loss", "learning_rate", "grad_norm", "tokens_per_s", "padded_tokens_per_s", "step_s",
     "model_tflops_per_s", "peak_rss_bytes", "padding_share",
