@@ -139,3 +139,29 @@ def test_the_verb_that_wrote_such_files_points_at_them(capsys: pytest.CaptureFix
     assert "workflows/skypilot.yaml, dstack.yml or kubernetes.yaml" in capsys.readouterr().err
     made = subprocess.run(["make", "READY=", "job-file"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "workflows/skypilot.yaml" in made.stderr
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_tools_own_parsers_take_the_files():
+    checked = 0
+    if validate := _find("kubernetes_validate"):
+        for document in documents("k8s"):
+            validate.validate(document, validate.latest_version(), strict=True)
+        checked += 1
+    if configurations := _find("dstack._internal.core.models.configurations"):
+        parsed = configurations.parse_apply_configuration(documents("dstack")[0])
+        assert (parsed.type, parsed.nodes) == ("task", 2)
+        checked += 1
+    if sky := _find("sky"):
+        task = sky.Task.from_yaml(str(ROOT / "workflows" / FILES["skypilot"]))
+        assert [one.accelerators for one in task.resources] == [{"H100": 8}]
+        checked += 1
+    if not checked:
+        pytest.skip("needs one of the packages kubernetes-validate, dstack, skypilot")
+
+
+def _find(name: str) -> Any:
+    try:
+        return __import__(name, fromlist=["_"])
+    except ImportError:
+        return None
