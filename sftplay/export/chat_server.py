@@ -79,6 +79,18 @@ class ChatMessage(BaseModel):
         return self
 
 
+class ToolFunction(Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None  # the server holds no answer to a schema
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: ToolFunction
+
+
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -94,7 +106,7 @@ class ChatRequest(Strict):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stream: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[Literal["enable_thinking"], bool] | None = None
     user: str | None = None

@@ -237,7 +237,10 @@ WRONG: dict[str, list[Any]] = {
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
     "frequency_penalty": [0.5],
     "presence_penalty": [-1],
-    "tools": ["all"],
+    "tools": [
+        "all", [{"type": "web_search"}], [{"type": "function", "function": {"name": "f", "strict": True}}],
+        [{"type": "function", "function": {}}],
+    ],
     "tool_choice": ["required"],
     "chat_template_kwargs": [{"tokenize": False}],
     **{key: ["x"] for key in ("functions", "generation_config", "chat_template", "reasoning_effort", "foo")},
