@@ -61,8 +61,11 @@ class EvaluatePrompts(Observer):
         if state.global_step == 0:
             self.evaluate(0)
 
+    def measures_at(self, step: int, state: Any) -> bool:
+        return step % self.every_steps == 0 or step >= state.max_steps
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.every_steps == 0 or state.global_step >= state.max_steps:
+        if self.measures_at(state.global_step, state):
             control.should_log = True  # a line for the figures
             self.evaluate(state.global_step)
 

@@ -50,6 +50,9 @@ def samples(run: Finished) -> list[str]:
 def test_it_answers_at_the_start_every_so_many_steps_and_at_the_end(run: Finished):
     found = {path.name: json.loads(path.read_text()) for path in run.folder.eval.glob("step-*.json")}
     assert sorted(found) == [f"step-{step}.json" for step in MEASURED]
+    (own,) = (each for each in run.trainer.callback_handler.callbacks if isinstance(each, EvaluatePrompts))
+    # A time limit asks which steps it measures.
+    assert [step for step in range(STEPS + 1) if own.measures_at(step, run.trainer.state)] == list(MEASURED)
     for step in MEASURED:
         figures, lines = found[f"step-{step}.json"], answers(run, step)
         assert (figures["step"], figures["n"], len(lines)) == (step, 5, 5)
