@@ -136,7 +136,10 @@ RENAMED_KEYS = {
 }
 """Old dotted key -> the new one, which is in the same section."""
 
-LIST_TERMS = "remove it, and name a file with one term a line in tuning.new_tokens.path"
+LIST_TERMS = (
+    "remove it; a new run names a file with one term a line in tuning.new_tokens.path, and a run that has found its "
+    "terms is resumed with them as it is"
+)
 REMOVED_KEYS = {
     "cpt.streaming": "remove it: sources are tokenised before the first step, once for all runs",
     "tuning.new_tokens.count": LIST_TERMS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +21,12 @@ from sftplay.reward.table import judges_form
 
 PASS = "pass"
 """Share of the answers that every reward for content gives its full 1. Rewards for form are left out of it."""
+
+
+def find_mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the known values; None where there is none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ def compute_figures(answers: Sequence[Rewarded], *, rewards: Sequence[RewardConf
         PASS: [answer.passes(content) for answer in answers],
         "hidden_pass": [(answer.verdict or {}).get("hidden_pass") for answer in answers],
     }
-    means = {key: fmean(known) for key, values in measures.items() if (known := [v for v in values if v is not None])}
+    means = {key: mean for key, values in measures.items() if (mean := find_mean(values)) is not None}
     statuses = Counter(answer.verdict["status"] for answer in answers if answer.verdict)
     right = [int(known) for known in measures[PASS] if known is not None]
     return {

@@ -281,7 +281,7 @@ CHUNK_SCORES = 2**24
 
 ACTION_COPIES = 5
 """fp32 copies of such a chunk: log-probabilities of model and reference, probabilities, their difference, the product;
-as many in the backward pass (`_token_scores`, full KL)."""
+as many in the backward pass (`tasks.score.update.score_actions`, full KL)."""
 
 TILE_TOKENS, TILE_VOCAB = 4096, 32_768
 """Scores that exist at a time where log-probabilities are taken in tiles (trl 1.16, `kernels/chunked_logprob.py` and

@@ -41,7 +41,7 @@ class Step:
 def suggest(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> list[Suggestion]:
     """Suggest changes with which one row a micro-batch fits; where no single one does, all of them added up in order.
 
-    `cfg` has no `auto` besides its sizes, and is not one of two-turn episodes (`episode_advice`).
+    `cfg` has no `auto` besides its sizes, and is not one of two-turn episodes, which advise themselves.
     """
     steps = list(list_steps(cfg, hardware))
     usual: Strategy = "single" if hardware.world_size == 1 else "ddp"

@@ -270,9 +270,11 @@ class RewardSet:
         self._content = frozenset(reward.name for reward in cfg.rewards if not judges_form(reward))
         self._processes: dict[str, RewardWorker] = {}
         self._threads: ThreadPoolExecutor | None = None
+        from sftplay.config.rewards import CODE_TESTS
+
         try:
             for reward in cfg.rewards:
-                if reward.use == "code_tests":
+                if reward.use == CODE_TESTS:
                     from sftplay.reward.code_rewards import CodeTests, read_limits
                     from sftplay.sandbox.pool import Sandbox, count_workers
 

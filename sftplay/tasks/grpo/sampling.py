@@ -20,6 +20,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Questions
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.errors import ConfigError
+from sftplay.evaluate.rewarded import find_mean
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
@@ -37,7 +38,6 @@ from sftplay.tasks.grpo.scoring import (
     RewardScorer,
     ScoredBatch,
     cut_samples,
-    find_mean,
     write_samples,
 )
 from sftplay.tasks.grpo.watch import read_policy_clip_share

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 from typing import Any, get_args
 
 import torch
@@ -19,6 +19,7 @@ from sftplay import log
 from sftplay.atomic import whole_file
 from sftplay.config.run import RunConfig
 from sftplay.data.order import training_order
+from sftplay.evaluate.rewarded import find_mean
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.code_rewards import NO_CODE, How
@@ -142,12 +143,6 @@ def compute_program_figures(verdicts: Sequence[Mapping[str, Any] | None]) -> dic
         **{f"found/{how}": ways[how] / len(known) for how in get_args(How)},
         "hidden_pass": find_mean([verdict.get("hidden_pass") for verdict in known]),
     }
-
-
-def find_mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the known values; None where there is none."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
 
 
 class RewardScorer:
@@ -288,7 +283,8 @@ class Reserve:
 class DynamicSampler:
     """Replaces, skips and resamples groups whose rewards are all equal: they have no gradient.
 
-    With grpo.dynamic_sampling_rounds another prompt takes the turns that a prompt skips, and a group that turns out to
+    A prompt whose last groups had zero variance skips its next turns. With grpo.dynamic_sampling_rounds another prompt
+    takes them, and a group that turns out to
     have zero variance is sampled again with another prompt, in at most so many rounds per rollout batch. The new prompt
     is the next of the reserve, a seeded order of all prompts, without a known zero-variance group; without one the
     group stays. With grpo.skip_zero_variance nothing is sampled in the turns that a prompt skips.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import ceil
@@ -15,6 +15,7 @@ import torch
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
+from sftplay.evaluate.rewarded import find_mean
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, aligned
@@ -140,23 +141,19 @@ def expect_known(results: Sequence[EpisodeResult]) -> None:
 def describe(results: Sequence[EpisodeResult]) -> dict[str, float | None]:
     """Compute the figures of section "Metrics" from results; figures of rewards use the known episodes only."""
 
-    def mean(values: Iterable[float | None]) -> float | None:
-        kept = [value for value in values if value is not None]
-        return fmean(kept) if kept else None
-
     known = [result for result in results if result.is_known]
     right = [(first is True, second is True) for first, second in (result.right for result in known)]
     parsed = [result for result in results if result.is_parsed]
-    accepted = mean(form for result in parsed for form in (result.form_first, result.form_second))
+    accepted = find_mean(form for result in parsed for form in (result.form_first, result.form_second))
     return {
         **compute_turn_figures([first for first, _ in right], [second for _, second in right]),
-        "reward_t1": mean(result.first for result in known),
-        "reward_t2": mean(result.second for result in known),
+        "reward_t1": find_mean(result.first for result in known),
+        "reward_t2": find_mean(result.second for result in known),
         "edit_ratio": fmean(result.edit_ratio for result in results),
         "frac_identical": fmean(result.is_identical for result in results),
-        "repeats": mean(result.is_identical for result, (first, _) in zip(known, right, strict=True) if not first),
-        "follows_hint": mean(result.follows_hint for result in results),
-        "changes_to_hint": mean(result.follows_hint for result in results if not result.is_identical),
+        "repeats": find_mean(result.is_identical for result, (first, _) in zip(known, right, strict=True) if not first),
+        "follows_hint": find_mean(result.follows_hint for result in results),
+        "changes_to_hint": find_mean(result.follows_hint for result in results if not result.is_identical),
         "hint_leak": fmean(result.leak for result in results),
         "hint_tokens": fmean(result.hint_tokens for result in results),
         "parse_failures": None if accepted is None else 1 - accepted,
