@@ -71,6 +71,21 @@ def test_summary_is_at_most_ten_lines_and_names_time_memory_and_file(run: Finish
     assert lines[0] == "[profile] steps 2 to 3:"
     for part in ("forward", "backward", "aten::", "memory", str(run.folder.path / "profile" / "rank0.trace.json.gz")):
         assert part in text
+    model = run.trainer.model
+    # Adapters r 4 train by AdamW, which keeps two fp32 numbers and a step count (4 bytes) for each weight's tensor.
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer_bytes = sum(2 * 4 * p.numel() + 4 for p in trained)
+    assert f"optimizer {optimizer_bytes / 1024:.1f} KiB" in text
+    assert f"gradients reach {sum(4 * p.numel() for p in trained) / 1024:.1f} KiB" in text
+
+
+def test_highest_memory_is_that_of_torchs_own_running_count(run: Finished, printed: list[str]):
+    events = [each for each in trace_of(run)["traceEvents"] if each["name"] == "[memory]"]
+    counts = [each["args"]["Total Allocated"] for each in sorted(events, key=lambda each: each["args"]["Ev Idx"])]
+    first = min(events, key=lambda each: each["args"]["Ev Idx"])["args"]
+    above = max(counts) - (first["Total Allocated"] - first["Bytes"])
+    assert above > 2**20  # scores of 400 words alone
+    assert f"activations and the rest {above / 2**20:.1f} MiB" in "\n".join(printed)
 
 
 def test_weights_and_losses_are_the_same_with_and_without_a_profile(run: Finished, tmp_path: Path, inputs: Inputs):
@@ -117,6 +132,14 @@ def test_resumed_run_profiles_only_a_start_that_lies_ahead(tmp_path: Path, input
     assert capsys.readouterr().out.count("nothing is profiled: the run continues after step 2") == 1
 
 
+def test_evaluation_and_checkpoint_of_the_step_before_are_not_profiled(tmp_path: Path, inputs: Inputs):
+    at_2 = {"train__eval_steps": 2, "train__save_steps": 2}
+    trace = trace_of(train(tmp_path, inputs, train__profile={"start": 3, "steps": 1}, **at_2))
+    assert spans(trace, "phase: forward")
+    assert not spans(trace, "phase: evaluation")
+    assert not spans(trace, "phase: save")
+
+
 def test_profile_ends_before_an_evaluation_that_falls_between_its_steps(tmp_path: Path, inputs: Inputs):
     done = train(tmp_path, inputs, train__profile={"start": 1, "steps": 4}, train__eval_steps=2)
     trace = trace_of(done)
@@ -130,6 +153,13 @@ def test_start_after_the_last_step_is_reported(capsys: Any):
     profile.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=4), None)
     assert "nothing is profiled: the run ends with step 4, before 9" in capsys.readouterr().out
     assert heartbeat.listener is None
+
+
+def test_folder_that_cannot_be_made_costs_the_profile_and_not_the_run(tmp_path: Path, inputs: Inputs, capsys: Any):
+    cfg, folder = new_run(tmp_path, inputs, train__profile={"start": 1, "steps": 1}, train__max_steps=2)
+    (folder.path / "profile").write_text("a file is in the way")
+    assert train_in(cfg, folder).outcome.step == 2
+    assert "the profile could not be written, the run goes on" in capsys.readouterr().out
 
 
 @pytest.fixture
