@@ -11,25 +11,12 @@ from collections.abc import MutableMapping
 from typing import Annotated, Any, Literal, Self
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sftplay.export.gate import App, AsgiMessage, Gate, Receive, RefusedRequest, Send, replay, send_json
 
 LEAST_TEMPERATURE = 0.001
 """Scores are divided by it in half precision; a smaller one gives infinities."""
-
-ANSWER_TOKENS = 1024
-"""Longest answer if the client names none, the default of transformers' server (5.17)."""
-
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors of a chat template for a dialogue that it does not support."""
-
-FOLLOWED_ANYWAY: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "frequency_penalty": (0,),
-    "presence_penalty": (0,), "response_format": ({"type": "text"},), "store": (False,), "parallel_tool_calls": (True,),
-    "service_tier": ("auto", "default"), "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),
-}  # fmt: skip
-"""Parameter -> values that ask for what the server does anyway; others are refused. The usage ends every stream."""
 
 
 class Strict(BaseModel):
@@ -38,7 +25,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class TextPart(Strict):
+class ContentPart(Strict):
     """A part of a message. Pictures and sound are refused: they would be fetched from any address a client names."""
 
     type: Literal["text"]
@@ -47,7 +34,18 @@ class TextPart(Strict):
 
 class CalledFunction(Strict):
     name: str
-    arguments: Json[dict[str, Any]]
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_json(cls, text: str) -> str:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError("must be a JSON object as text")
+        return text
 
 
 class ToolCall(Strict):
@@ -62,7 +60,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -83,7 +81,7 @@ class ToolFunction(Strict):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None  # the server holds no answer to a schema
+    strict: Literal[False] | None = None
 
 
 class Tool(Strict):
@@ -91,26 +89,111 @@ class Tool(Strict):
     function: ToolFunction
 
 
+class TemplateSettings(Strict):
+    enable_thinking: bool | None = None
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+Zero = Annotated[float, Field(ge=0, le=0)]
+One = Annotated[int, Field(ge=1, le=1)]
+Tokens = Annotated[int, Field(ge=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class ChatRequest(Strict):
-    """The body of a request, without the parameters of FOLLOWED_ANYWAY."""
+    """The body of a request. Where only one value is allowed, it is the one that the server follows anyway."""
 
     model: str
     messages: list[ChatMessage] = Field(min_length=1)
-    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=2)] | Annotated[float, Field(ge=0, le=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    """The usage comes with the last part of every stream."""
+
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    chat_template_kwargs: dict[Literal["enable_thinking"], bool] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: TemplateSettings | None = None
+    n: One | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    response_format: TextFormat | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, value: float | None) -> float | None:
+        if value and value < LEAST_TEMPERATURE:
+            raise ValueError(f"must be 0, or from {LEAST_TEMPERATURE} to 2")
+        return value
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts at which an answer ends."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """Longest answer that was asked for."""
+        return self.max_tokens or self.max_completion_tokens
+
+    def template_values(self) -> dict[str, Any]:
+        """Return the values for the chat template, in addition to the messages."""
+        settings = self.chat_template_kwargs.model_dump(exclude_none=True) if self.chat_template_kwargs else {}
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+        return settings | ({"tools": tools} if tools and self.tool_choice != "none" else {})
+
+    def forwarded(self) -> dict[str, Any]:
+        """Return the body for transformers' server, without keys that it ignores and without the answer's length."""
+        values = self.template_values()
+        body = self.model_dump(
+            include={"model", "messages", "temperature", "top_p", "seed", "stream"}, exclude_none=True
+        )
+        body |= {"stop": self.stops} if self.stops else {}
+        body |= {"tools": values.pop("tools")} if "tools" in values else {}
+        return body | ({"chat_template_kwargs": values} if values else {})
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Return the request in a body. Raise RefusedRequest with 400 and the name of the first wrong parameter."""
+    try:
+        return ChatRequest.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        param = ".".join(map(str, first["loc"])) or None
+        what = "not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
+        raise RefusedRequest(400, f"{param}: {what}" if param else what, param=param) from None
+
+
+ANSWER_TOKENS = 1024
+"""Longest answer if the client names none, the default of transformers' server (5.17)."""
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of a chat template for a dialogue that it does not support."""
 
 
 class ChatApp:
@@ -128,105 +211,88 @@ class ChatApp:
             await send_json({"object": "list", "data": [model]}, send)
         elif path == "/v1/chat/completions":
             try:
-                asked = await asyncio.to_thread(self.read, (await receive())["body"])
+                request, body = await asyncio.to_thread(self.read, (await receive())["body"])
             except RefusedRequest as refusal:
                 await refusal.answer(send)
             else:
-                cut = StopTextSend(send, asked.get("stop", []), is_stream=bool(asked.get("stream")))
-                await self.app(scope, replay(json.dumps(asked).encode(), receive), cut)
+                await self.app(scope, replay(body, receive), StopTextSend(send, request))
         else:
             await self.app(scope, receive, send)
 
-    def read(self, body: bytes) -> dict[str, Any]:
-        """Return the request for transformers' server, without keys that it ignores. Raise RefusedRequest with 400
-        where a parameter is wrong, which is named, or prompt and answer do not fit the model's context.
+    def read(self, body: bytes) -> tuple[ChatRequest, bytes]:
+        """Return the request, and the body for transformers' server. Raise RefusedRequest where a parameter is wrong,
+        or prompt and answer do not fit the model's context.
         """
-        try:
-            raw = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise RefusedRequest(400, f"the body is no JSON: {error}") from None
-        if not isinstance(raw, dict):
-            raise RefusedRequest(400, "the body is no JSON object")
-        given = {key: value for key, value in raw.items() if value is not None}
-        for key in FOLLOWED_ANYWAY.keys() & given:
-            if given.pop(key) not in FOLLOWED_ANYWAY[key]:
-                values = " or ".join(map(repr, FOLLOWED_ANYWAY[key]))
-                raise RefusedRequest(400, f"{key}: this server follows {values} only", param=key)
-        try:
-            request = ChatRequest.model_validate(given)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            param = ".".join(map(str, first["loc"])) or None
-            what = "not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
-            raise RefusedRequest(400, f"{param}: {what}" if param else what, param=param) from None
+        request = read_request(body)
         if request.model != self.name:
             raise RefusedRequest(400, f"model: this server has {self.name!r} only", param="model")
-        answer = request.max_tokens or request.max_completion_tokens
-        if answer != (request.max_completion_tokens or answer):
-            raise RefusedRequest(400, "max_tokens and max_completion_tokens differ")
-        keys = ["model", "temperature", "top_p", "seed", "stream", "chat_template_kwargs"]
-        keys += ["tools"] if request.tools and request.tool_choice != "none" else []
-        asked = {key: given[key] for key in keys if given.get(key) not in (None, {})}
-        asked["messages"] = [{k: v for k, v in turn.items() if v is not None} for turn in given["messages"]]
-        if request.stop:
-            asked["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
-        tools = {"tools": asked["tools"]} if "tools" in asked else {}
-        shown = tools | dict(asked.get("chat_template_kwargs", {}))
-        return asked | {"max_tokens": self._find_room(request, answer, values=shown)}
-
-    def _find_room(self, request: ChatRequest, answer: int | None, *, values: dict[str, Any]) -> int:
-        """Return the longest answer in tokens, which is `answer` if it was asked for; `values` are the template's."""
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         for message in messages:  # as transformers' server passes it to the template
             content = message.setdefault("content", "")
             if isinstance(content, list):
                 message["content"] = " ".join(part["text"] for part in content)
+            for call in message.get("tool_calls", []):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         try:
             with self._lock:
                 ids = self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=True, **values
+                    messages, add_generation_prompt=True, return_dict=True, **request.template_values()
                 )["input_ids"]
         except TEMPLATE_ERRORS as error:
             first = next(iter(str(error).splitlines()), type(error).__name__)
             what = f"messages: the chat template refuses them ({first})"
             raise RefusedRequest(400, what, param="messages") from error
-        if self.context_tokens is None:
-            return answer or ANSWER_TOKENS
-        room = self.context_tokens - len(ids)
-        if room < (answer or 1):
-            wish = f" and an answer of {answer}" if answer else ""
-            what = f"a prompt of {len(ids)} tokens{wish} is more than the {self.context_tokens} that the model reads"
-            raise RefusedRequest(400, what, param="messages" if room < 1 else "max_tokens")
-        return answer or min(ANSWER_TOKENS, room)
+        n_prompt = len(ids)
+        answer = request.answer_tokens
+        if self.context_tokens is not None:
+            room = self.context_tokens - n_prompt
+            if room < (answer or 1):
+                wish = f" and an answer of {answer}" if answer else ""
+                what = (
+                    f"a prompt of {n_prompt} tokens{wish} is more than the {self.context_tokens} that the model reads"
+                )
+                raise RefusedRequest(400, what, param="messages" if room < 1 else "max_tokens")
+            answer = answer or min(ANSWER_TOKENS, room)
+        forwarded = request.forwarded() | {"max_tokens": answer or ANSWER_TOKENS}
+        return request, json.dumps(forwarded).encode()
 
 
 class StopTextSend:
     """A `send` that cuts an answer before its stop text, and ends a stream with `[DONE]`."""
 
-    def __init__(self, send: Send, stops: list[str], *, is_stream: bool) -> None:
-        self.send, self.stops, self.is_stream = send, stops, is_stream
-        self.changes = False
-        self.body, self.held, self.is_cut = b"", "", False
+    def __init__(self, send: Send, request: ChatRequest) -> None:
+        self.send, self.stops, self.is_stream = send, request.stops, bool(request.stream)
+        self.status = 200
+        self.body = b""
+        self.held = ""
+        self.is_cut = False
 
     async def __call__(self, message: AsgiMessage) -> None:
-        is_start = message["type"] == "http.response.start"
-        if is_start:
-            self.changes = message["status"] == 200 and (self.is_stream or bool(self.stops))
-        if not self.changes or (is_start and self.is_stream):
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self.is_stream or not self._changes:
+                await self.send(message)
+            return
+        if not self._changes:
             await self.send(message)
             return
-        self.body += message.get("body", b"")
-        is_last = not is_start and not message.get("more_body", False)
+        is_last = not message.get("more_body", False)
         if self.is_stream:
-            events = filter(None, self.body.split(b"\n\n"))  # transformers' server sends them whole
-            body, self.body = b"".join(map(self._event, events)), b""
+            events = filter(None, message.get("body", b"").split(b"\n\n"))  # transformers' server sends them whole
+            body = b"".join(map(self._event, events))
             await self.send({**message, "body": body + (b"data: [DONE]\n\n" if is_last else b"")})
-        elif is_last:
+            return
+        self.body += message.get("body", b"")
+        if is_last:
             answer = json.loads(self.body)
             for choice in answer["choices"]:
                 choice["message"]["content"] = self._cut(choice["message"].get("content") or "", is_last=True)
                 choice["finish_reason"] = "stop" if self.is_cut else choice.get("finish_reason")
             await send_json(answer, self.send)
+
+    @property
+    def _changes(self) -> bool:
+        return self.status == 200 and (self.is_stream or bool(self.stops))
 
     def _event(self, event: bytes) -> bytes:
         """Return an event of a stream, with its text cut at a stop text; empty where no text is left."""
@@ -251,9 +317,9 @@ class StopTextSend:
             self.is_cut, self.held = True, ""
             return text[: min(found)]
         lengths = [length for stop in self.stops for length in range(1, len(stop)) if text.endswith(stop[:length])]
-        end = len(text) - (0 if is_last else max(lengths, default=0))
-        self.held = text[end:]
-        return text[:end]
+        keep = 0 if is_last else max(lengths, default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
 
 def main() -> None:
