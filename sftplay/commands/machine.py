@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError
+from sftplay.log import is_terminal
 from sftplay.machine.probe import probe
 from sftplay.units import format_bytes
 
@@ -99,11 +101,14 @@ def check(args: Namespace) -> int:
 
 
 def matrix(args: Namespace) -> int:
-    """`matrix`: docs/strategies.md, or its cells as JSON."""
-    from sftplay.config.matrix import as_markdown, rows
+    """`matrix`: a table on a terminal; docs/strategies.md in a file or a pipe; its cells as JSON."""
+    from sftplay.config.matrix import as_markdown, as_table, rows
 
-    cells = [{"method": mode, "strategy": by, "precision": at} | vars(cell) for mode, by, at, cell in rows()]
-    print(json.dumps({"cells": cells}) + "\n" if args.json else as_markdown(), end="")
+    if args.json:
+        print(json.dumps({"cells": [row.as_dict() for row in rows()]}))
+        return 0
+    width = min(100, shutil.get_terminal_size().columns)
+    print(as_table(width) if is_terminal(sys.stdout) else as_markdown(), end="")
     return 0
 
 

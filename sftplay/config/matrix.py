@@ -1,14 +1,18 @@
-"""The support matrix: which tuning mode works under which strategy in which precision, and how that is known."""
+"""The support matrix: which tuning mode works under which strategy in which precision, and how that is known.
+
+There are three kinds of cells. `works`: a test of this kit runs it on one or two processes, without a GPU. `gpu`: it is
+the same code in another number format or on more devices, and no test has run it. `blocked`: upstream cannot do it.
+The table says nothing about memory; that is for `plan`.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 State = Literal["works", "gpu", "blocked"]
-"""works: a test of this kit runs it, without a GPU. gpu: the same code in another number format or on more devices,
-which no test has run. blocked: upstream cannot do it."""
 
 METHODS = ("full", "lora", "qlora")
 STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "tensor", "pipeline")
@@ -26,13 +30,18 @@ class Cell:
     nearest: str = ""  # what to write instead of a blocked one, as `key: value`
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """A cell with the combination that it stands for."""
 
     method: str
     strategy: str
     precision: str
     cell: Cell
+
+    def as_dict(self) -> dict[str, str]:
+        place = {"method": self.method, "strategy": self.strategy, "precision": self.precision}
+        return place | vars(self.cell)
 
 
 _SINGLE = "tests/tasks/test_sft.py"
@@ -107,6 +116,27 @@ def as_markdown() -> str:
         lines.append(f"| {method} | {' | '.join(cells)} |")
     sections = [_section("Tests", "works"), _section("Not here", "gpu"), _section("Refused", "blocked")]
     return _HEAD + "\n\n".join("\n".join(part) for part in [lines, *sections]) + "\n"
+
+
+def as_table(width: int) -> str:
+    """Write the matrix for a terminal of so many columns; what is refused stands below it with its reason."""
+    words = {"works": "yes", "gpu": "gpu", "blocked": "no"}
+    gap, first = "   ", max(map(len, STRATEGIES))
+    precisions = " ".join(f"{name:4}" for name in PRECISIONS)
+    lines = [
+        " " * first + "".join(f"{gap}{method:{len(precisions)}}" for method in METHODS),
+        " " * first + "".join(gap + precisions for _ in METHODS),
+    ]
+    for strategy in STRATEGIES:
+        cells = (" ".join(f"{words[cell.state]:4}" for cell in TABLE[method, strategy]) for method in METHODS)
+        lines.append(f"{strategy:{first}}" + "".join(gap + cell for cell in cells))
+    notes = [
+        "yes: a test of this kit runs it, without a GPU. gpu: it runs where a GPU is; no test here has run it. "
+        "no: refused when the config is read. All tests and reasons: docs/strategies.md.",
+        *_section("Refused", "blocked")[2:],
+    ]
+    below = [textwrap.fill(line.replace("`", ""), width, subsequent_indent="  ") for line in notes]
+    return "\n".join([*(line.rstrip() for line in lines), "", *below]) + "\n"
 
 
 def _section(title: str, state: State) -> list[str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +13,7 @@ import pytest
 
 from sftplay.config.cluster import Strategy
 from sftplay.config.load import load_config
-from sftplay.config.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, rows
+from sftplay.config.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, as_table, rows
 from sftplay.config.run import TuningConfig
 from sftplay.config.train import Precision
 from sftplay.errors import ConfigErrors
@@ -27,6 +30,16 @@ def test_every_combination_the_config_can_name_has_a_cell():
     assert len(list(rows())) == len(METHODS) * len(STRATEGIES) * len(PRECISIONS)
 
 
+def test_a_blocked_cell_has_a_reason_and_a_way_out_that_is_not_blocked_and_no_other_points_elsewhere():
+    blocked = [row for row in rows() if row.cell.state == "blocked"]
+    assert blocked == [row for row in rows() if row.cell.nearest]
+    for row in blocked:
+        assert len(row.cell.why) > 20
+        key, _, value = row.cell.nearest.partition(": ")
+        assert key == "cluster.strategy"
+        assert TABLE[row.method, value][PRECISIONS.index(row.precision)].state != "blocked"
+
+
 NAMED = sorted({cell.why for cells in TABLE.values() for cell in cells if cell.state == "works"})
 
 
@@ -37,9 +50,31 @@ def test_the_test_a_cell_names_is_written(name):
     assert test.partition("[")[0] in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
+def test_every_test_a_cell_names_is_collected():
+    files = sorted({name.partition("::")[0] for name in NAMED})
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *files],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    collected = {line.strip() for line in done.stdout.splitlines() if "::" in line}
+    assert [name for name in NAMED if name not in collected] == [], done.stdout[-2000:] + done.stderr[-2000:]
+
+
 def test_the_page_in_the_docs_is_what_the_table_says_today():
     page = (ROOT / "docs/strategies.md").read_text(encoding="utf-8")
     assert page == as_markdown(), "run `make matrix > docs/strategies.md`"
+
+
+def test_the_page_names_each_combination_once_in_its_lists():
+    lists = as_markdown().partition("## ")[2]
+    found = []
+    for line in (line for line in lists.splitlines() if line.startswith("- ")):
+        places = line[2:].partition(": ")[0]
+        for place in places.split("; "):
+            precision, methods, strategies = re.fullmatch(r"(\S+) (.+) under (.+)", place).groups()
+            found += [(m, s, precision) for m in methods.split(", ") for s in strategies.split(", ")]
+    assert sorted(found) == sorted((row.method, row.strategy, row.precision) for row in rows())
 
 
 @pytest.mark.parametrize("row", list(rows()), ids=lambda row: f"{row.method}-{row.strategy}-{row.precision}")
@@ -54,3 +89,28 @@ def test_a_config_is_refused_exactly_where_its_cell_is_blocked(row):
         load_config(RUN, words)
     assert row.cell.why in str(caught.value)
     assert row.cell.nearest in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["cluster.strategy=fsdp", "cluster.deepspeed=deepspeed_configs/zero2.json"], "does not use one"),
+        (["cluster.strategy=zero2", "tuning.backend=unsloth"], "trains in one"),
+    ],
+)
+def test_what_goes_with_no_such_strategy_is_refused(words, says):
+    with pytest.raises(ConfigErrors, match=says):
+        load_config(RUN, words)
+
+
+def test_the_matrix_of_a_terminal_is_aligned_and_keeps_to_its_width():
+    lines = as_table(80).splitlines()
+    assert max(map(len, lines)) <= 80
+    header, rows_shown = lines[1], lines[2 : 2 + len(STRATEGIES)]
+    starts = [place for place in range(len(header)) if header[place - 1 : place] == " " and header[place] != " "]
+    assert len(starts) == len(METHODS) * len(PRECISIONS)
+    for strategy, line in zip(STRATEGIES, rows_shown, strict=True):
+        assert line.startswith(strategy)
+        words = [line[start : start + 4].strip() for start in starts]
+        states = [cell.state for method in METHODS for cell in TABLE[method, strategy]]
+        assert words == [{"works": "yes", "gpu": "gpu", "blocked": "no"}[state] for state in states]
