@@ -41,6 +41,8 @@ class PublicRun:
     has_adapter: bool
     """The adapter is next to the merged weights."""
 
+    has_new_tokens: bool
+
 
 def write_card(run: PublicRun, path: Path) -> None:
     """Write the card for the model in the folder of `path`; its chat template decides the usage example."""
@@ -149,7 +151,7 @@ def _settings(run: PublicRun) -> Iterator[tuple[str, Any]]:
         yield "adapter", f"r {lora.r}, alpha {alpha:g}, dropout {lora.dropout:g}{kind}"
         targets = "every linear layer but the head" if lora.target_modules == "auto" else ", ".join(lora.target_modules)
         yield "layers", targets + "".join(f", {name} in full" for name in lora.modules_to_save)
-    if cfg.tuning.new_tokens.is_on:
+    if run.has_new_tokens:
         yield "new tokens", "a list: terms of the data, among the added tokens"
     if cfg.tuning.mode == "qlora":
         yield "base while training", f"{cfg.tuning.quant_type}, double_quant {str(cfg.tuning.double_quant).lower()}"

@@ -222,7 +222,7 @@ class Observer(TrainerCallback):
     """A callback that uses the trainer itself."""
 
     trainer: Any
-    """transformers' Trainer with `ExactBatchMixin` or `StepTrainerMixin`, and `take_figures`."""
+    """transformers' Trainer with the attributes of `StepTrainerMixin`, and `take_figures`."""
 
     def attach(self, trainer: Any) -> None:
         """Take the trainer, once it is built and before it wraps its model or trains."""

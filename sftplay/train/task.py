@@ -76,7 +76,7 @@ class Task(Protocol):
         """Measure `model` on the held-out rows and write `path` (eval/before.json or after.json); on the main rank."""
 
     def build_trainer(self, parts: TrainerParts) -> Any:
-        """A Trainer whose class begins with `ExactBatchMixin` or `StepTrainerMixin` (train.exact_batch).
+        """A Trainer with the attributes of `StepTrainerMixin` (train.exact_batch), which most classes extend.
 
         A callback that the task adds is attached if it is an `Observer`.
         """

@@ -287,7 +287,7 @@ class TrainRun:
 
     def _optional_callbacks(self) -> list[Any]:
         train, patience, callbacks = self.cfg.train, self.cfg.train.early_stopping, list[Any]()
-        started_s = psutil.Process().create_time()
+        started_s = psutil.Process().create_time() if train.time_limit is not None else 0.0
         deadline = find_deadline(train.time_limit, os.environ, started_s=started_s, now_s=time.time())
         if patience:
             callbacks.append(StopWithoutProgress(early_stopping_patience=patience))

@@ -142,6 +142,15 @@ def test_no_name_or_version_becomes_more_than_text_in_the_card(name: str, run: F
         assert not {"\u202e", "\x07"} & set(card.text)
 
 
+def test_the_card_tells_of_new_tokens_that_an_older_release_found(run: Finished, tmp_path: Path):
+    kept = run.folder.path / "new_tokens.json"  # its config names no file of terms
+    for is_there in (False, True):
+        kept.write_text("{}") if is_there else kept.unlink(missing_ok=True)
+        write_card(public_run(run.cfg, run.folder), tmp_path / "README.md")
+        assert ("new tokens" in (tmp_path / "README.md").read_text()) == is_there
+    kept.unlink()
+
+
 def test_weights_can_be_read_by_whom_the_umask_lets_read(run: Finished, exported: Path, tmp_path: Path):
     (tmp_path / "new").touch()
     expected = stat.S_IMODE((tmp_path / "new").stat().st_mode)
