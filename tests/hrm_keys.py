@@ -11,10 +11,65 @@ import torch
 from hrm_run import new_hrm_run, write_puzzles
 from in_process import train_in
 
-from sftplay.tasks.hrm.network import Grid, PuzzleModel, PuzzleTable
+from sftplay import log
+from sftplay.tasks.hrm.act import FIGURES, Puzzles, all_halted, cell_losses, reset_halted, run_segment
+from sftplay.tasks.hrm.network import Grid, PuzzleModel, PuzzleTable, Reasoner
 from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.tasks.hrm.task import build_model, make_rows, open_puzzles
 from sftplay.train.checkpointing import starting_weights
+
+INPUTS, IDS = torch.tensor([[1, 2, 3], [3, 1, 0]]), torch.tensor([0, 1])
+
+
+def model_of(**changes: Any) -> PuzzleModel:
+    torch.manual_seed(0)
+    small = {"hidden_size": 8, "num_heads": 2, "h_layers": 1, "l_layers": 1, "n_supervision": 3}
+    return PuzzleModel(HrmConfig(**{**small, **changes}), Grid(vocab_size=4, cells=3, identifiers=2))
+
+
+def check_cycles(_: Any) -> None:
+    """How often a segment calls the fast and the slow module."""
+    real = Reasoner.forward
+    for changes, expected in (({}, (4, 2)), ({"h_cycles": 3}, (6, 3)), ({"l_cycles": 3}, (6, 2))):
+        model, seen = model_of(**changes), []
+        with patch.object(
+            Reasoner, "forward", lambda self, *g, seen=seen, **n: (seen.append(self), real(self, *g, **n))[1]
+        ):
+            model(model.start(2), INPUTS, puzzle_rows=torch.zeros(2, 8))
+        assert tuple(sum(each is module for each in seen) for module in (model.low, model.high)) == expected
+
+
+def learned(**changes: Any) -> tuple[torch.Tensor, float]:
+    """The gradient of the fast module's first matrix after one segment, and the loss of going on."""
+    model = model_of(**changes)
+    carry = reset_halted(all_halted(model, 2), Puzzles(INPUTS, INPUTS.flip(0), IDS), model=model)
+    segment = run_segment(model, carry, at_least=IDS * 0)
+    segment.losses.sum().backward()
+    gradient = next(model.low.parameters()).grad
+    assert gradient is not None
+    return gradient, dict(zip(FIGURES, segment.figures.tolist(), strict=True))["q_continue_loss"]
+
+
+def check_grad(_: Any) -> None:
+    assert not torch.allclose(learned()[0], learned(grad="full_last_cycle")[0])
+
+
+def check_q_continue(_: Any) -> None:
+    assert learned()[1] > 0 == learned(q_continue=False)[1]
+
+
+def check_loss_precision(_: Any) -> None:
+    kinds = [cell_losses(torch.zeros(2, 3, 4), INPUTS, hrm=HrmConfig(loss_precision=p)).dtype for p in ("fp64", "fp32")]
+    assert kinds == [torch.float64, torch.float32]
+
+
+def check_placement(bench: Any) -> None:
+    """Of eight rows a process holds all, or its share."""
+    for placement, rows in (("replicated", 8), ("sharded", 4)):
+        cfg, _ = new_hrm_run(bench.home / f"hrm-{placement}", puzzles_of(bench), hrm__puzzle_emb_placement=placement)
+        with patch.object(log, "world_size", lambda: 2):
+            model = build_model(cfg, open_puzzles(cfg)[0])
+        assert len(model.puzzles.rows) == rows
 
 
 def puzzles_of(bench: Any) -> Path:
@@ -60,8 +115,7 @@ def check_start(bench: Any) -> None:
 
 
 def check_rope(_: Any) -> None:
-    small, grid = {"hidden_size": 8, "num_heads": 2}, Grid(vocab_size=4, cells=3, identifiers=2)
-    models = [PuzzleModel(HrmConfig(**small, **more), grid) for more in ({}, {"rope_theta": 1.0})]
+    models = [model_of(), model_of(rope_theta=1.0)]
     angles = [round(float(model.rotation.cos[1, 0, 1]), 3) for model in models if model.rotation is not None]
     assert angles == [1.0, 0.54]
 
@@ -77,13 +131,18 @@ def check_epochs(bench: Any) -> None:
 
 
 def check_expansion(_: Any) -> None:
-    small, grid = {"hidden_size": 8, "num_heads": 2}, Grid(vocab_size=4, cells=3, identifiers=2)
-    models = [PuzzleModel(HrmConfig(**small, **more), grid) for more in ({}, {"expansion": 10.0})]
+    models = [model_of(), model_of(expansion=10.0)]
     assert [len(m.state_dict()["low.blocks.0.feed_forward.gate_up.weight"]) for m in models] == [64, 128]
 
 
 OF_HRM: dict[str, Callable[[Any], None]] = {
     "start_from": check_start,
+    "h_cycles": check_cycles,
+    "l_cycles": check_cycles,
+    "grad": check_grad,
+    "q_continue": check_q_continue,
+    "loss_precision": check_loss_precision,
+    "puzzle_emb_placement": check_placement,
     "rope_theta": check_rope,
     "expansion": check_expansion,
     "epochs": check_epochs,
