@@ -16,6 +16,7 @@ from sftplay.tasks.hrm.act import FIGURES, Puzzles, all_halted, cell_losses, res
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, PuzzleTable, Reasoner
 from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.tasks.hrm.task import build_model, make_rows, open_puzzles
+from sftplay.tasks.hrm.trainer import AdamATan2
 from sftplay.train.checkpointing import starting_weights
 
 INPUTS, IDS = torch.tensor([[1, 2, 3], [3, 1, 0]]), torch.tensor([0, 1])
@@ -78,11 +79,11 @@ def puzzles_of(bench: Any) -> Path:
 
 
 def check_table(bench: Any) -> None:
-    """The keys of the puzzle table, and the number of puzzles that are measured, in a run of three steps."""
+    """The keys of the puzzle table, the optimizer, and the number of puzzles measured, in a run of three steps."""
     real = PuzzleTable.update
     for number, changes in enumerate((
         {"hrm__emb_sync_every": 1, "hrm__eval_limit": 16},
-        {"hrm__puzzle_emb_lr": 0.25, "hrm__puzzle_emb_weight_decay": 0.5},
+        {"hrm__puzzle_emb_lr": 0.25, "hrm__puzzle_emb_weight_decay": 0.5, "hrm__optim": "adam_atan2"},
     )):  # fmt: skip
         updates: list[dict[str, float]] = []
         copies: list[int] = []
@@ -99,7 +100,8 @@ def check_table(bench: Any) -> None:
             patch.object(PuzzleTable, "update", update),
             patch.object(PuzzleTable, "copy_from_main", lambda _, copies=copies: copies.append(1)),
         ):
-            train_in(cfg, folder)
+            run = train_in(cfg, folder)
+        assert isinstance(run.trainer.optimizer.optimizer, AdamATan2) == bool(number)
         assert updates == [{"rate": (0.05, 0.25)[number], "weight_decay": (0.1, 0.5)[number]}] * 3
         assert (len(copies), folder.read_json("eval/step-3.json")["n"]) == ((3, 16), (1, 80))[number]
 
@@ -146,5 +148,5 @@ OF_HRM: dict[str, Callable[[Any], None]] = {
     "rope_theta": check_rope,
     "expansion": check_expansion,
     "epochs": check_epochs,
-    **dict.fromkeys(("puzzle_emb_lr", "puzzle_emb_weight_decay", "emb_sync_every", "eval_limit"), check_table),
+    **dict.fromkeys(("puzzle_emb_lr", "puzzle_emb_weight_decay", "emb_sync_every", "eval_limit", "optim"), check_table),
 }

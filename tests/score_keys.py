@@ -27,7 +27,7 @@ CHANGES = {
     "score__stage2_steps": 5,
     "score__advantage": "critic",
     "score__critic": {"learning_rate": 0.75},
-    "score__prompts": {**PROMPTS, "static_hint": "3", "right_hint": "4{answer}"},
+    "score__prompts": {**PROMPTS, "solve": "3{problem}", "static_hint": "3", "right_hint": "4{answer}"},
 }
 
 REWARDS = EpisodeRewards(
@@ -106,6 +106,13 @@ def decode_hint(kind: Any) -> Callable[[Finished], str]:
     return look
 
 
+def first_prompt(run: Finished) -> str:
+    sampler = run.trainer.episode_sampler
+    with torch.no_grad():
+        (episode,) = sampler.sample_episodes([run.trainer.questions[0]], numbers=[0], seed=1, temperature=0.0)
+    return str(sampler.tokenizer.decode(episode.first.prompt))[:1]
+
+
 def check_reset(bench: Any) -> None:
     """The optimizer's moments are gone at the first step of stage 2, which is step 3, and at no other."""
     trainer, left = make_pair(bench.home)[0].trainer, []
@@ -145,6 +152,7 @@ OF_SCORE: dict[str, Check] = {
     "guide_learning_rate": seen(rate(1), 0.002, 0.25),
     "value_learning_rate": seen(rate(2), 1e-4, 0.125),
     "critic.learning_rate": seen(rate(3), None, 0.75),
+    "prompts.solve": seen(first_prompt, "0", "3"),
     "prompts.static_hint": seen(decode_hint("static"), "0", "3"),
     "prompts.right_hint": seen(decode_hint("right"), "0", "40"),
 }

@@ -47,6 +47,9 @@ def test_roles_lie_on_two_gpus_and_roles4_on_four():
     assert four == {
         "solver": OWN, "critic": "cuda:1", "guide": "cuda:2", "value": "cuda:3", "target_critic": "cpu", "ref": "cpu",
     }  # fmt: skip
+    for part in set(two) - {"solver"}:
+        cfg = config(**{f"score__devices__{part}": "cpu"})
+        assert resolve_layout(cfg, placement="roles", gpus=2, processes=1).devices()[part] == "cpu"
 
 
 @pytest.mark.parametrize(
