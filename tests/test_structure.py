@@ -7,6 +7,8 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -43,6 +45,31 @@ def test_neither_modules_nor_folders_import_each_other_in_a_circle():
     for module in MODULES:
         rooms.setdefault(room_of(module), set()).update(map(room_of, imports_of(module)))
     TopologicalSorter({room: beside - {room} for room, beside in rooms.items()}).prepare()
+
+
+def test_no_module_gives_two_things_one_name():
+    twice = [
+        f"{module}: {name}"
+        for module in MODULES
+        for name, count in Counter(_names_given(tree_of(module).body)).items()
+        if count > 1
+    ]
+    assert twice == []
+
+
+def _names_given(body: list[ast.stmt]) -> Iterator[str]:
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef) and not statement.decorator_list:
+            yield statement.name
+        elif isinstance(statement, ast.Assign):
+            yield from (
+                node.id
+                for target in statement.targets
+                for node in ast.walk(target)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            )
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id
 
 
 def test_the_architecture_page_is_the_one_drawn_from_the_code():

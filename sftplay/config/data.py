@@ -29,6 +29,9 @@ Column = Literal[
 """What `data.columns` may map; `data.layouts` reads rows by these names."""
 
 
+DEFAULT_SPLIT = 0.05
+
+
 class DataConfig(Section):
     """Where the rows are and what happens to unusual ones."""
 
@@ -214,9 +217,10 @@ def has_held_out(cfg: RunConfig) -> bool:
     return any(source.val_path is not None or held_out_share(cfg, source) != 0 for source in cfg.sources)
 
 
-def held_out_share(cfg: RunConfig, source: DatasetConfig) -> float | None:
-    """Return the share of a source's rows that is held out; None means the usual one."""
-    return cfg.data.split if source.split is None else source.split
+def held_out_share(cfg: RunConfig, source: DatasetConfig | None = None) -> float:
+    """Return the share of the rows, or of a source's rows, that is held out where no file of held-out rows is named."""
+    split = cfg.data.split if source is None or source.split is None else source.split
+    return DEFAULT_SPLIT if split is None else split
 
 
 def _dataset_rules(cfg: RunConfig) -> Iterator[Problem]:

@@ -13,10 +13,11 @@ import pyarrow as pa
 from datasets import Dataset
 
 from sftplay import log
+from sftplay.config.data import held_out_share
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, kept_digest
 from sftplay.data.layouts import read_layout_options
-from sftplay.data.pipeline import DEFAULT_SPLIT, describe_rows, sample_records
+from sftplay.data.pipeline import describe_rows, sample_records
 from sftplay.data.problem import published_test_id
 from sftplay.data.prompts import Prompt, read_beginning, read_reward_columns, to_prompt
 from sftplay.data.read import read_dialect, read_rows
@@ -134,7 +135,7 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     Raise DataError where a file cannot be read, a row has no question and the config says error, or no prompt is left.
     """
     data = cfg.data
-    inputs = [Input(cfg.rows_path, DEFAULT_SPLIT if data.split is None else data.split)]
+    inputs = [Input(cfg.rows_path, held_out_share(cfg))]
     if data.val_path:
         inputs = [Input(cfg.rows_path, 0.0), Input(data.val_path, 1.0)]
     guarded = [data.test_path] if data.test_path else []

@@ -17,7 +17,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from sftplay.config.data import DataConfig
+from sftplay.config.data import DataConfig, held_out_share
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, is_sound, kept_digest, note_lengths
 from sftplay.data.layouts import read_layout_options, to_record
@@ -34,8 +34,6 @@ CODE_VERSION = 5
 
 READERS = ("tokenizers", "jinja2", "pyarrow")
 """Libraries that decide, together with our own code and Python, which tokens a row becomes."""
-
-DEFAULT_SPLIT = 0.05
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ def load_examples(
     no training row keeps a token to learn, or most of what is to be learned lies behind the cut, unless the config
     writes data.too_long.
     """
-    split = DEFAULT_SPLIT if cfg.data.split is None else cfg.data.split
-    inputs = [Input(cfg.rows_path, split)]
+    inputs = [Input(cfg.rows_path, held_out_share(cfg))]
     if cfg.data.val_path:
         inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
     guarded = [cfg.data.test_path] if cfg.data.test_path else []

@@ -55,6 +55,7 @@ def answer_rest(
     The batches are the same every time, so that a resumed run gives the answers it would have given.
     """
     skipped = partial.n_batches
+    log.progress(partial.n_answers, total, what="rows answered", tag="infer")  # the first batch counts for the rate
     for window in questions.windows(batch_size):
         n_batches = -(-len(window) // batch_size)
         if skipped >= n_batches:

@@ -31,7 +31,10 @@ def read_shipped(folder: Path) -> dict[str, str]:
     """
     path = folder / MANIFEST
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["sha256"])
+        files = dict(json.loads(path.read_text(encoding="utf-8"))["sha256"])
+        if not files:
+            raise ValueError("no file is listed")
+        return files
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"it does not list the files of the built-in model ({type(error).__name__}: {error})"
         raise MachineError(what, where=str(path), fix=RESTORE) from None
@@ -72,7 +75,7 @@ def ensure_builtin(name: str, cache_dir: Path, *, say: Callable[[str], None], te
         MachineError: a file of the shipped model or of its copy is missing or damaged.
     """
     if name not in ("tiny", *RECIPES):
-        near = nearest_names(name, ("tiny", *RECIPES)) or ["tiny"]
+        near = nearest_names(name, ("tiny", *RECIPES)) or ["tiny", *sorted(RECIPES)]
         fix = f"use builtin:{near[0]}"
         raise ConfigError(f"no built-in model called {name!r}", where="model.name", fix=fix, nearest=near)
     files = read_shipped(text_dir / name) if name == "tiny" else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import unicodedata
@@ -16,7 +17,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from sftplay import log
+from sftplay.config.data import held_out_share
 from sftplay.config.run import RunConfig
+from sftplay.data.cache import content_digest, ensure_folder, fingerprint
 from sftplay.data.layouts import read_layout_options, to_record
 from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Refused, Text
@@ -27,7 +30,7 @@ from sftplay.launch.run_folder import RunFolder
 WORD = re.compile(r"[^\W\d_]\w*(?:['’-]\w+)*")
 
 READ_CHARACTERS = 20_000_000
-"""Of the training texts, from their beginning: about four million words, read in seconds and within 1 GB."""
+"""Of the training texts, from their beginning: about four million words, half a minute and 600 MB."""
 
 LONGEST_TERM = 100
 """Characters of a term."""
@@ -59,17 +62,20 @@ def read_terms(path: str) -> list[str]:
     return terms
 
 
-def read_training_texts(cfg: RunConfig) -> tuple[str, list[str]]:
-    """Return the path of the rows, with documents of the first source of type cpt, and their first `READ_CHARACTERS`,
-    without held-out and unreadable rows."""
+def find_text_source(cfg: RunConfig) -> tuple[str, float]:
+    """Return the path of the rows, with documents of the first source of type cpt, and the share held out of them."""
     if cfg.learns_documents:
         trained = [source for source in cfg.sources if source.weight > 0] or cfg.sources
         source = next((candidate for candidate in trained if candidate.type == "cpt"), trained[0])
-        path, has_held_out = source.path, source.val_path
-        split = cfg.data.split if source.split is None else source.split
+        path, has_held_out, share = source.path, source.val_path, held_out_share(cfg, source)
     else:
-        path, has_held_out, split = cfg.rows_path, cfg.data.val_path, cfg.data.split
-    held_out = 0.0 if has_held_out else 0.05 if split is None else split
+        path, has_held_out, share = cfg.rows_path, cfg.data.val_path, held_out_share(cfg)
+    return path, 0.0 if has_held_out else share
+
+
+def read_training_texts(cfg: RunConfig) -> list[str]:
+    """Return the first `READ_CHARACTERS` of the rows, without held-out and unreadable ones."""
+    path, held_out = find_text_source(cfg)
     reading, texts, left = read_layout_options(cfg.data), [], READ_CHARACTERS
     for place, row in read_rows(path, read_dialect(cfg.data)):
         if isinstance(row, Refused):
@@ -85,7 +91,7 @@ def read_training_texts(cfg: RunConfig) -> tuple[str, list[str]]:
             left -= len(texts[-1])
         if left <= 0:
             break
-    return path, texts
+    return texts
 
 
 def make_token(content: str, *, single_word: bool = False) -> AddedToken:
@@ -162,7 +168,12 @@ def _probes(term: str) -> Iterator[str]:
         yield f"the {left}  {right}"
 
 
-LIST = "new_tokens.json"  # in the run folder
+LIST = "new_tokens.json"
+"""The file with the list, in the run folder and in the cache."""
+
+CODE_VERSION = 2
+"""Raised when the same terms and texts give another list."""
+
 KEY = "tuning.new_tokens"
 
 
@@ -194,23 +205,47 @@ def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
     Raises:
         ConfigError: the file of terms cannot be used, or holds a term that cannot be a token.
     """
-    path, backend = cfg.tuning.new_tokens.path, tokenizer.backend_tokenizer
+    path = cfg.tuning.new_tokens.path
     if path is None:
         return []
-    source, texts = read_training_texts(cfg)
+    terms, (source, held_out), data = read_terms(path), find_text_source(cfg), cfg.data
+    parts = {
+        "code": CODE_VERSION,
+        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "terms": terms,
+        "texts": [source, content_digest(source), held_out],
+        "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
+    }
+
+    def write_list(unfinished: Path) -> None:
+        chosen = [asdict(token) for token in _choose(cfg, tokenizer, terms)]
+        (unfinished / LIST).write_text(json.dumps(chosen, ensure_ascii=False, indent=1), encoding="utf-8")
+
+    folder = ensure_folder(Path(data.processed_dir) / f"terms-{fingerprint(parts)}", write_list)
+    tokens = _from_entries(json.loads((folder / LIST).read_text(encoding="utf-8")))
+    add_to(tokenizer, tokens)
+    return tokens
+
+
+def _choose(cfg: RunConfig, tokenizer: Any, terms: Sequence[str]) -> list[NewToken]:
+    """Return the terms as tokens of a copy of the tokenizer."""
+    path, backend = cfg.tuning.new_tokens.path, tokenizer.backend_tokenizer
+    texts = read_training_texts(cfg)
     words = sorted({word for text in texts for word in WORD.findall(text)})
-    forms, refused = choose_forms(backend, read_terms(path), words=words)
+    forms, refused = choose_forms(backend, terms, words=words)
     if refused:
         term, reason = next(iter(refused.items()))
         what = f"{len(refused)} of the terms cannot be new tokens, such as {term!r}: {reason}"
         raise ConfigError(what, where=f"{KEY}.path {path}", fix="take them out of the file")
     replaced = {term: tuple(find_term_ids(backend, term)) for term in forms}
-    before = _count_ids(backend, texts)
-    tokenizer.add_tokens(list(forms.values()))
-    after = _count_ids(backend, texts)
+    extended = Tokenizer.from_str(backend.to_str())
+    extended.add_tokens(list(forms.values()))
+    before, after = _count_ids(backend, texts), _count_ids(extended, texts)
     less = f"{before.total():,} without ({1 - after.total() / max(1, before.total()):.1%} less)"
+    source, _ = find_text_source(cfg)
     log.say(f"{len(forms)} new tokens: the texts of {source} have {after.total():,} tokens with them, {less}", "data")
-    ids = {term: tokenizer.convert_tokens_to_ids(form.content) for term, form in forms.items()}
+    vocabulary = extended.get_vocab()
+    ids = {term: vocabulary[form.content] for term, form in forms.items()}
     return [
         NewToken(term, form.content, form.single_word, ids[term], replaced[term], after[ids[term]])
         for term, form in forms.items()
@@ -259,7 +294,10 @@ def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
 def kept_tokens(run: Path) -> list[NewToken]:
     """Return the new tokens that the run in the folder `run` started with; none where it has none."""
     path = run / LIST
-    entries = json.loads(path.read_text(encoding="utf-8"))["tokens"] if path.is_file() else []
+    return _from_entries(json.loads(path.read_text(encoding="utf-8"))["tokens"] if path.is_file() else [])
+
+
+def _from_entries(entries: Sequence[Any]) -> list[NewToken]:
     names = [field.name for field in fields(NewToken)]
     return [NewToken(**{name: entry[name] for name in names} | {"pieces": tuple(entry["pieces"])}) for entry in entries]
 

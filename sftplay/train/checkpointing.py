@@ -87,14 +87,19 @@ def starting_weights(cfg: RunConfig) -> dict[str, str]:
 
 
 def weights_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line for each changed file of the base, or of the adapter that the run starts from."""
+    """Return a line for each changed file of the base, or of the adapter that the run starts from.
+
+    A file that has the same name and content in another folder, as in a cache that was moved, has not changed.
+    """
     if "weights" not in before or "weights" not in now:
         return []
     old, new = before["weights"], now["weights"]
+    kept = {(Path(path).name, old[path]) for path in old} & {(Path(path).name, new[path]) for path in new}
     return [
         f"{path} has changed (content {_shorten(old.get(path))} then, {_shorten(new.get(path))} now)"
         for path in sorted({*old, *new})
         if old.get(path) != new.get(path)
+        and any((Path(path).name, side[path]) not in kept for side in (old, new) if path in side)
     ]
 
 

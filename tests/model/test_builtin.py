@@ -37,6 +37,9 @@ def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
     assert refused.value.where == "model.name"
     assert "tiny" in refused.value.nearest
     assert "use builtin:" in refused.value.fix
+    with pytest.raises(ConfigError) as refused:
+        builtin.ensure_builtin("xyz", tmp_path, say=print)
+    assert refused.value.nearest == ["tiny", "copier", "digits", "steps"]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from sftplay.config.data import DataConfig
 from sftplay.config.run import LoraConfig, ModelConfig, NewTokensConfig, RunConfig, TuningConfig
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
+from sftplay.model import new_tokens
 from sftplay.model.adapter import add_adapter
 from sftplay.model.embedding_rows import add_rows
 from sftplay.model.new_tokens import (
@@ -172,6 +173,17 @@ def test_fifty_listed_terms_shorten_texts_that_plain_transformers_reads_alike(ti
         assert opened(text)["input_ids"] == tokenizer(text)["input_ids"]
         assert opened.decode(opened(text)["input_ids"]) == text
     assert opened.convert_tokens_to_ids(tokens[-1].content) == len(opened) - 1
+
+
+def test_the_texts_are_counted_once_for_all_commands(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cfg = config(tiny_llama, tmp_path, write_terms(tmp_path / "terms.txt"))
+    first, tokens = load_extended(cfg)
+    monkeypatch.setattr(new_tokens, "read_training_texts", lambda _: pytest.fail("read again"))
+    again, same = load_extended(cfg)
+    assert (same, again.get_vocab()) == (tokens, first.get_vocab())
+    (tmp_path / "terms.txt").write_text("aileron\n")
+    with pytest.raises(pytest.fail.Exception):
+        load_extended(cfg)
 
 
 def test_a_listed_term_that_cannot_be_a_token_is_named(tiny_llama: Path, tmp_path: Path):

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import TrainerCallback
 
 from sftplay.errors import ConfigError, DataError, RunError
+from sftplay.train.checkpointing import starting_weights, weights_changes
 from sftplay.train.guards import StopOnBadStep, StopOnSignal, report_full_disk
 from sftplay.train.train_run import TrainRun
 
@@ -118,6 +119,13 @@ def test_what_has_changed_since_a_checkpoint_is_named_and_nothing_is_trained(inp
         train_in(cfg, folder)
     weights.write_bytes(whole_weights)
     os.utime(weights)  # copied or touched: the same numbers
+    now = {"weights": starting_weights(cfg)}
+    assert len(weights_changes(now, {"weights": dict.fromkeys(now["weights"], "other")})) == len(now["weights"])
+    # The cache of models was moved.
+    assert (
+        weights_changes({"weights": {f"/elsewhere{path}": digest for path, digest in now["weights"].items()}}, now)
+        == []
+    )
     assert folder.metrics.read_bytes() == trained
     rows.write_text(whole + "\n\n")  # other bytes, the same rows
     assert train_in(cfg, folder).outcome.step == 4

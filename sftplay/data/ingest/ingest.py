@@ -31,7 +31,7 @@ from sftplay.data.ingest.duplicates import (
     find_candidates,
     find_near,
 )
-from sftplay.data.ingest.reading import EXAMPLES, RECORD, format_example, is_streamed, repeated, shard_path
+from sftplay.data.ingest.reading import EXAMPLES, LIBRARIES, RECORD, format_example, is_streamed, repeated, shard_path
 from sftplay.data.ingest.walk import (
     ERRORS,
     STEPS,
@@ -459,7 +459,7 @@ def _make_records(settings: Settings, found: Sequence[WalkEntry], *, work: WorkF
     """Run all stages; return the report, the records, and for each of them whether it is kept."""
     files = [entry for entry in found if not entry.reason]
     errors = work.folder / ERRORS
-    kinds = sorted({entry.path.suffix.lower() for entry in files} - {""})
+    kinds = sorted({entry.path.suffix.lower() for entry in files} & LIBRARIES.keys())
     warmed = [":".join([STAGES, *kinds, *settings.languages])]
     with ChildPool(settings.workers, warmed=warmed, errors=errors) as pool:
         documents = read_all(files, settings, work=work, pool=pool)

@@ -32,7 +32,9 @@ from sftplay.data.ingest.extract.document import (
     detect_kind,
     extract,
     open_charset,
-    split_plain,
+    split_paragraphs,
+    to_block,
+    wrap_width,
 )
 from sftplay.data.ingest.walk import ROWS
 from sftplay.data.read import Dialect, read_raw
@@ -203,8 +205,11 @@ class _FileReader:
             yield from self._rows()
         elif self._size > LONG_TEXT_BYTES and _is_text(self._path):
             charset, self._guessed = open_charset(self._path, self._encoding)
+            width = None  # that of the first part holds for all: a list in a later one is no broken text
             for begin, text in _read_long_text(charset):
-                blocks = self._clean(split_plain(text))
+                paragraphs = split_paragraphs(text)
+                width = wrap_width(paragraphs) if width is None else width
+                blocks = self._clean(to_block(paragraph, width) for paragraph in paragraphs)
                 yield {"title": self._path.stem, "blocks": blocks, "place": [begin, begin + len(text)]}
         else:
             found = extract(self._path, self._encoding)

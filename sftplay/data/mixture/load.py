@@ -18,7 +18,7 @@ from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, kep
 from sftplay.data.layouts import select_data_config
 from sftplay.data.mixture.mixture import BlockForm, Document, MixSource, Mixture, SourceRows
 from sftplay.data.mixture.store import Documents, Index, Store, StoreWriter, nothing_to_learn
-from sftplay.data.pipeline import DEFAULT_SPLIT, describe_rows, sample_records
+from sftplay.data.pipeline import describe_rows, sample_records
 from sftplay.data.records import Chat, chat_from_json
 from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.render.templates import resolve_template
@@ -90,8 +90,7 @@ def list_source_jobs(cfg: RunConfig, tokenizer: Any, *, renderers: Mapping[Sourc
     id_bytes = 2 if max(tokenizer.get_vocab().values()) < 1 << 16 else 4
     jobs = []
     for source in cfg.sources:
-        share = held_out_share(cfg, source)
-        inputs: tuple[Input, ...] = (Input(source.path, DEFAULT_SPLIT if share is None else share),)
+        inputs: tuple[Input, ...] = (Input(source.path, held_out_share(cfg, source)),)
         if source.val_path:
             inputs = Input(source.path, 0.0), Input(source.val_path, 1.0)
         # Test rows, and held-out rows of other sources of the type, must not be trained on here either.

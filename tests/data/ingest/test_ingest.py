@@ -20,6 +20,7 @@ from made_documents import write_pdf
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.cli import main
+from sftplay.data.ingest import ingest
 from sftplay.data.ingest.children import NO_ROOM_CODE, ChildEnd
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -225,6 +226,16 @@ def test_nothing_kept_is_an_error_and_leaves_no_rows(folder, capsys):
     assert "no document was kept" in capsys.readouterr().err
     assert not folder.out.exists()
     assert folder.report["unreadable"] == {"empty": 1}
+
+
+def test_an_ending_with_a_colon_is_no_language(folder, monkeypatch):
+    warmed, real = [], ingest.ChildPool
+    monkeypatch.setattr(
+        ingest, "ChildPool", lambda *given, **named: (warmed.extend(named["warmed"]), real(*given, **named))[1]
+    )
+    path = folder.write("notes v1.2 at 10:30", prose(1))
+    assert main(["ingest", "--in", str(path), "--out", str(folder.out), *PLAIN]) == 4
+    assert warmed == ["sftplay.data.ingest.reading"]
 
 
 def test_a_full_disk_is_no_fault_of_the_files(folder, capsys, monkeypatch):

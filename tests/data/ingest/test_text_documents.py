@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from email.message import EmailMessage
 from importlib.util import find_spec
 
 import pytest
 
+from sftplay.data.ingest import reading
 from sftplay.data.ingest.extract.document import cut_licence, extract
 
 needs_docutils = pytest.mark.skipif(find_spec("docutils") is None, reason="needs docutils: make install EXTRAS=ingest")
@@ -38,6 +40,22 @@ def test_lines_broken_at_a_width_are_joined_and_verse_keeps_its_lines(tmp_path):
         ("heading", "## CHAPTER II. The Whistle"),
         ("heading", "# Heading"),
     ]
+
+
+def test_the_first_part_of_a_long_text_decides_where_its_lines_were_broken(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "LONG_TEXT_BYTES", 1000)
+    monkeypatch.setattr(reading, "PART_CHARS", 1000)
+    entries = "\n".join(f"entry {n:04} of a list, whose lines are about fifty long" for n in range(20))
+    path = tmp_path / "a.txt"
+    path.write_text(f"{PROSE}\n" * 6 + entries)
+    answer = reading.read_file(
+        path=str(path), stem=str(tmp_path / "out"), size=path.stat().st_size, mtime_ns=path.stat().st_mtime_ns,
+        encoding="auto", cleaning=[],
+    )  # fmt: skip
+    assert answer["documents"] == 3
+    parts = [json.loads(line)["blocks"] for line in (tmp_path / "out.0000.jsonl").read_text().splitlines()]
+    assert parts[0][0][0] == " ".join(PROSE.split("\n")).strip()
+    assert parts[-1][0][0].count("\n") == 5
 
 
 def test_a_gutenberg_text_loses_its_header_and_licence_and_other_texts_nothing():

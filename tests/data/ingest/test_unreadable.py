@@ -58,6 +58,13 @@ def test_each_reason_is_named_with_its_detail(tmp_path, name, content, reason, d
     assert detail in found[1]
 
 
+def test_a_mail_that_is_too_large_is_said_with_the_size_that_is_read(tmp_path):
+    path = tmp_path / "a.eml"
+    with path.open("wb") as stream:
+        stream.truncate(68 << 20)
+    assert find_reason(path) == ("too_large", "68 MiB; such files are read up to 64 MiB")
+
+
 def test_archives_that_are_no_documents_or_locked_or_damaged_are_told_apart(tmp_path):
     assert find_reason(write_zip(tmp_path / "a.docx", {"x": "y"})) == (
         "wrong_format",

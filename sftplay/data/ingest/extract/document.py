@@ -134,7 +134,7 @@ def check_size(path: Path, most: int = MOST_BYTES) -> None:
     """Raise Unreadable where a file that is read as a whole is too large."""
     size = path.stat().st_size
     if size > most:
-        raise Unreadable("too_large", f"{size >> 20} MiB of text; {most >> 20} MiB are read: split the file")
+        raise Unreadable("too_large", f"{size >> 20} MiB; such files are read up to {most >> 20} MiB")
 
 
 def open_charset(path: Path, encoding: str) -> tuple[Charset, str]:
@@ -226,17 +226,30 @@ def read_plain(path: Path, encoding: str) -> Extracted:
 
 
 def split_plain(text: str) -> list[Block]:
+    """Return the paragraphs of a text as blocks."""
+    paragraphs = split_paragraphs(text)
+    width = wrap_width(paragraphs)
+    return [to_block(paragraph, width) for paragraph in paragraphs]
+
+
+def split_paragraphs(text: str) -> list[str]:
     """Return the paragraphs of a text, which empty lines divide."""
     parts = [part.strip("\n").rstrip() for part in re.split(r"\n[ \t]*(?:\n[ \t]*)+", text)]
-    parts = [part for part in parts if part.strip()]
-    lengths = sorted(len(line) for part in parts for line in part.split("\n")[:-1])
-    # The column at which lines were broken. A few of a broken text are longer: a word or an address without a break.
+    return [part for part in parts if part.strip()]
+
+
+def wrap_width(paragraphs: list[str]) -> int:
+    """Return the column at which lines of the paragraphs were broken; 0 where they were not.
+
+    A few lines of a broken text are longer: a word or an address without a break.
+    """
+    lengths = sorted(len(line) for part in paragraphs for line in part.split("\n")[:-1])
     width = lengths[int(len(lengths) * 0.98)] if lengths else 0
-    return [_to_block(part, width if width >= NARROWEST_WRAP else 0) for part in parts]
+    return width if width >= NARROWEST_WRAP else 0
 
 
-def _to_block(part: str, width: int) -> Block:
-    """Return one paragraph; a heading where it is a chapter's line or underlined."""
+def to_block(part: str, width: int) -> Block:
+    """Return one paragraph of a text broken at `width`; a heading where it is a chapter's line or underlined."""
     lines = part.split("\n")
     if len(lines) == 2 and UNDERLINE.fullmatch(lines[1].strip()) and len(lines[0].strip()) <= LONGEST_HEADING:
         return heading(lines[0], 1 if lines[1].strip()[0] in "=#*" else 2)

@@ -341,7 +341,7 @@ def _score(band: list[PdfRow], x: float, *, edges: tuple[float, float]) -> int:
     return min(scores)
 
 
-LEAST_ROWS, MOST_COLUMNS = 3, 40
+LEAST_TABLE_ROWS, MOST_COLUMNS = 3, 40
 FAR = 2.6
 """Heights of a row by which the rows of a table may be apart."""
 
@@ -351,7 +351,7 @@ def find_tables(rows: list[PdfRow]) -> list[tuple[int, int, str]]:
     found, place = [], 0
     while place < len(rows):
         end = _find_end(rows, place)
-        text = _format_rows(rows[place:end]) if end - place >= LEAST_ROWS else None
+        text = _format_rows(rows[place:end]) if end - place >= LEAST_TABLE_ROWS else None
         if text is not None:
             found.append((place, end, text))
         place = end if text is not None else place + 1
@@ -391,7 +391,7 @@ def _format_rows(rows: list[PdfRow]) -> str | None:
     most = max(map(len, cells), default=0)
     # Cells that overlap share a column; wider cells are left out.
     columns = segments((cell for line in cells if len(line) >= max(2, most - 1) for cell in line), 0)
-    if not 2 <= len(columns) <= MOST_COLUMNS or len(cells) < LEAST_ROWS:
+    if not 2 <= len(columns) <= MOST_COLUMNS or len(cells) < LEAST_TABLE_ROWS:
         return None
     if sum(map(len, cells)) < 0.6 * len(columns) * len(cells):
         return None
