@@ -210,8 +210,10 @@ def test_ranks_of_another_node_get_no_signal_here(folder, followed):
     try:
         body = (
             f"pids = [{{'pid': {stranger.pid}}}]\n"
-            "signal.signal(signal.SIGTERM, lambda *_, **__: (folder.update_status(exit_code=143), os._exit(0)))\n"
-            "folder.update_status(ranks=pids + [{'pid': os.getpid()}], ready=True); time.sleep(600)"
+            "got = []; signal.signal(signal.SIGTERM, lambda *_, **__: got.append(1))\n"
+            "folder.update_status(ranks=pids + [{'pid': os.getpid()}], ready=True)\n"
+            "while not got: time.sleep(0.02)\n"  # a handler that writes would wait for a lock that it holds
+            "folder.update_status(exit_code=143)"
         )
         driver = followed(body)
         driver.send_signal(signal.SIGTERM)
