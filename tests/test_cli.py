@@ -382,3 +382,16 @@ def test_an_output_folder_that_cannot_be_written_is_no_bug(tmp_path, monkeypatch
     for name in ("x", "null"):
         assert main(["train", "--config", DEMO, f"output_dir={tmp_path}/file", f"run_name={name}"]) == 3
         assert "cannot be written (Not a directory)\n  fix: choose another output_dir" in capsys.readouterr().err
+
+
+def test_waiting_threads_leave_their_core_soon_unless_the_user_decides(monkeypatch):
+    from sftplay.cli import SPIN_COUNT, limit_spinning
+
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    limit_spinning()
+    assert os.environ["GOMP_SPINCOUNT"] == SPIN_COUNT
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    limit_spinning()
+    assert "GOMP_SPINCOUNT" not in os.environ

@@ -59,9 +59,10 @@ def test_a_refusal_keeps_its_code_where_it_cannot_be_said(shell):
 
 
 @pytest.mark.slow
-def test_a_training_whose_output_nobody_reads_goes_on(write_config):
+@pytest.mark.parametrize("streams", ["| head -1", ">&-", ">/dev/full"])
+def test_a_training_whose_output_nobody_reads_goes_on(write_config, streams: str):
     config = write_config(run_name="unread", train__max_steps=1)
-    line = f"{shlex.quote(sys.executable)} -m sftplay train --config {config} | head -1"
+    line = f"{shlex.quote(sys.executable)} -m sftplay train --config {config} {streams}"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", line], cwd=config.parent, env=env, timeout=HANG_S, check=False

@@ -207,6 +207,13 @@ def test_the_layouts_of_the_docs_are_what_the_command_prints(capsys, fleet):
     assert "\n".join(table) in (ROOT / "docs/score.md").read_text(encoding="utf-8")
 
 
+def test_what_the_docs_say_of_four_cards_is_what_the_command_prints(capsys):
+    assert main(["plan", "--config", str(ROOT / "configs/run_score_gsm8k.yaml"), "--gpus=4xA40", "--compare"]) == 0
+    each, host = re.findall(r"\| full \| sharded \| 4 \| (\S+) \| (\S+) \| \S+ \| fits", capsys.readouterr().out)[0]
+    told = f"(`GPUS=4xA40`: `sharded`, {each} GiB on each and {host} of the host)"
+    assert told in (ROOT / "docs/score.md").read_text(encoding="utf-8")
+
+
 def test_the_layouts_for_scripts_say_what_each_device_holds_and_why_it_does_not_fit(capsys):
     arguments = ["--config", str(ROOT / "configs/run_score_gsm8k.yaml"), "--gpus", "2xA40", "--compare", "--json"]
     assert main(["plan", *arguments]) == 0

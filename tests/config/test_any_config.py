@@ -98,6 +98,14 @@ def test_any_config_is_accepted_or_refused_by_its_keys(answer, settings, verb):
     assert all(names_a_key(problem, settings) for problem in problems), problems
 
 
+@given(settings=st.lists(SETTINGS, min_size=1, max_size=4), verb=st.sampled_from(["validate", "validate", "plan"]))
+def test_any_overrides_are_accepted_or_refused_by_their_keys(answer, settings, verb):
+    overrides = [f"{key}={value if isinstance(value, str) else flow(value)}" for key, value in settings]
+    code, problems = answer(verb, yaml_of([]), overrides)
+    assert code in PROMISED
+    assert all(names_a_key(problem, settings) for problem in problems), problems
+
+
 @given(settings=st.lists(SETTINGS, max_size=3), at=st.integers(0, 10**6), inserted=st.text(max_size=3))
 def test_any_damage_to_the_text_is_refused_with_the_files_name(answer, settings, at, inserted):
     text = yaml_of(settings)

@@ -168,6 +168,17 @@ def test_missing_local_file_is_never_looked_up_on_the_hub(tmp_path: Path, monkey
     assert is_hub_name("tatsu-lab/alpaca")
 
 
+def test_null_fields_that_parquet_adds_to_calls_are_taken_out_again(tmp_path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "sub", "arguments": {"b": 2}}]
+    table = pa.Table.from_pylist([{"calls": [call], "note": None} for call in calls])
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert table.to_pylist()[0]["calls"][0]["arguments"] == {"a": 1, "b": None}  # the nulls are there
+    assert [found for _, found in read(tmp_path / "a.parquet")] == [{"calls": [call], "note": None} for call in calls]
+
+
 MUTATIONS = st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=3), st.integers(0, 3)), max_size=4)
 SEEDS = [file.content for file in AWKWARD if len(file.content) < 2000]
 

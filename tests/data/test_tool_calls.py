@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from chat_reference import decode_learned, shipped_templates
+from chat_reference import decode_learned, render_text, shipped_templates
 
 from sftplay.data.layouts import to_record
 from sftplay.data.records import Call, Chat, Message, Source
@@ -101,6 +101,21 @@ def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(moder
                 repeated = sum(isinstance(item, str) and turn["content"] in item for item in due)
                 assert text.count(turn["content"]) == repeated
     assert (len(rows), n_calls) == (260, 337)  # counted with grep: 143 and 194
+
+
+@needs_rows
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
+def test_text_of_real_rows_is_that_of_transformers(modern_tokenizer: Any, name: str):
+    rows, chats = zip(*list(real_rows())[::10], strict=True)
+    renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=[])
+    for row, found in zip(rows, renderer.render(chats), strict=True):
+        turns = [
+            {"role": turn["role"], "content": turn["content"]}
+            | ({"tool_calls": [{"function": call} for call in turn["calls"]]} if "calls" in turn else {})
+            for turn in row["messages"]
+        ]
+        text = render_text(modern_tokenizer, TEMPLATES[name], turns, tools=row["tools"] or None)
+        assert found.input_ids == modern_tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def weighing(arguments: str = '{"stone": "grey"}', said: str = "", result: str = "7 kg", n_calls: int = 1) -> Chat:

@@ -85,6 +85,15 @@ def test_damaged_checkpoint_is_named_and_passed_over_for_the_one_before(harm, da
     assert newest_complete(tmp_path) == (before, [f"skipping checkpoint-4: {damage}"])
 
 
+def test_order_is_by_step_not_by_name_and_other_files_are_left_out(tmp_path: Path):
+    for step in (10, 9, 100):
+        make(tmp_path, step)
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-7").write_text("a file")
+    assert names(tmp_path) == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
+    assert newest_complete(tmp_path)[0] == tmp_path / "checkpoint-100"
+
+
 def test_a_folder_whose_name_holds_no_step_is_named_and_passed_over(tmp_path: Path):
     whole = make(tmp_path, 3)
     for name in ("²", "٣", "03", "1" * 5000, "", "-4", "best"):

@@ -46,6 +46,17 @@ def test_one_process_is_started_directly_with_this_python(launch):
     assert (env["HF_HUB_DISABLE_TELEMETRY"], env["DO_NOT_TRACK"]) == ("1", "1")
 
 
+def test_two_processes_without_a_gpu_are_told_to_use_the_cpu_and_share_the_cores(launch, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("sftplay.machine.probe.usable_cores", lambda: 8)
+    started = launch(scale=Scale(2))
+    assert started.env["ACCELERATE_USE_CPU"] == "true"
+    assert started.env["OMP_NUM_THREADS"] == "4"
+    assert "ACCELERATE_USE_CPU" not in launch(scale=Scale(2), has_gpu=True).env
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in launch(scale=Scale(2)).env
+
+
 OF_A_CPU = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "THP_MEM_ALLOC_ENABLE")
 OF_A_GPU = ("CUDA_DEVICE_ORDER", "PYTORCH_CUDA_ALLOC_CONF")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from sftplay import log as terminal
@@ -28,6 +31,15 @@ def test_progress_replaces_itself_on_a_terminal_and_a_line_clears_it(clock):
     screen.line("done")
     screen.line("more")
     assert "".join(written) == "\r\x1b[Kstep 1\r\x1b[Kstep 2\r\x1b[Kdone\nmore\n"
+
+
+def test_nothing_but_lines_is_written_where_there_is_no_terminal(clock):
+    screen, written = console(is_tty=False)
+    for n in range(5):
+        screen.status(f"step {n}")
+    screen.line("saved")
+    assert written == ["saved\n"]
+    assert not any(c in "".join(written) for c in "\x1b\r")
 
 
 def test_silence_is_broken_by_the_newest_progress_then_by_a_sign_of_life(clock):
@@ -64,9 +76,29 @@ def test_a_live_line_has_bar_figures_and_clock_and_stays_below_what_is_printed(c
     assert written[-1].startswith("\r\x1b[K[train] step 12/100 ")
 
 
+def test_progress_in_a_pipe_says_what_is_left_when_nothing_else_was_said(clock):
+    screen, written = console(is_tty=False)
+    for done in (0, 50):
+        screen.progress(Progress(tag="data", what="rows", done=done, total=200, text="5 rows/s"))
+        clock[0] += SIGN_OF_LIFE_S + 1
+    assert written == []
+    screen.tick(clock[0])
+    assert written == ["[data] rows 50/200  5 rows/s  00:30 left\n"]
+
+
 @pytest.mark.parametrize("text", ["[train] note: few steps", "[train] warning: too few", "note: x"])
 def test_what_should_not_be_overlooked_is_in_colour_where_there_are_colours(text):
     for has_colours, shown in ((True, f"\x1b[33m{text}\x1b[0m\n"), (False, f"{text}\n")):
         written = []
         Console(written.append, is_tty=True, has_colours=has_colours).line(text)
         assert written == [shown]
+
+
+def test_a_reader_that_leaves_does_not_end_what_is_being_done(monkeypatch):
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        for n in range(3):
+            terminal.say(f"line {n}")
+            terminal.progress(n, 3, what="rows", tag="data")

@@ -41,9 +41,28 @@ def test_data_that_is_refused_costs_neither_the_name_nor_latest_and_mended_it_tr
     assert RunFolder(output / "run").read_json("status.json")["state"] == "done"
 
 
-def test_folder_removed_while_its_run_trains_ends_it_with_5_and_leaves_no_process(write_config: Write, tmp_path: Path):
+def test_variables_of_another_launch_in_the_shell_change_nothing(write_config: Write, sftplay: Sftplay, tmp_path: Path):
+    strays = {
+        "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "1",
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_DEEPSPEED": "true",
+    }  # fmt: skip
+    ends = []
+    for name, env in (("plain", {}), ("stray", strays)):
+        done = sftplay("train", "--config", write_config(run_name=name), env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        ends.append((tmp_path / "outputs" / name / "adapter" / "adapter_model.safetensors").read_bytes())
+    assert "RANK, WORLD_SIZE are not used" in done.stdout
+    (rank,) = RunFolder(tmp_path / "outputs" / "stray").read_json("status.json")["ranks"]
+    assert (rank["world_size"], rank["distributed_type"]) == (1, "NO")
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_folder_removed_while_its_run_trains_ends_it_with_5_and_leaves_no_process(
+    processes: int, write_config: Write, tmp_path: Path
+):
     config = write_config(train__max_steps=100_000, train__save_steps=10)
-    command = [sys.executable, "-m", "sftplay", "train", "--config", str(config), "--nproc", "2"]
+    command = [sys.executable, "-m", "sftplay", "train", "--config", str(config), "--nproc", str(processes)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     folder = RunFolder(tmp_path / "outputs" / "run")
     with subprocess.Popen(

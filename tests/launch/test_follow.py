@@ -83,6 +83,14 @@ def test_marked_lines_reach_the_screen_and_all_others_the_log(folder, capsys):
     assert not {LINE, STATUS} & set(captured.out)
 
 
+@pytest.mark.usefixtures("no_sign_of_life")
+def test_under_json_the_lines_of_a_run_go_to_standard_error(folder, capsys, monkeypatch):
+    monkeypatch.setenv(console.JSON, "1")
+    body = "log.say('hello'); folder.update_status(exit_code=0)"
+    assert follow(worker(folder, body), folder) == 0
+    assert capsys.readouterr() == ("", "[train] hello\n")
+
+
 def test_a_worker_killed_from_outside_is_a_failed_run_with_5(folder, capsys):
     body = "folder.update_status(step=3); print('last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     assert follow(worker(folder, body), folder) == 5
@@ -93,6 +101,18 @@ def test_a_worker_killed_from_outside_is_a_failed_run_with_5(folder, capsys):
     assert "last words" in error
     assert "memory may have run out" in error
     assert "fix: look at" in error
+
+
+def test_a_worker_that_ends_without_a_report_is_a_bug_with_its_traceback_shown(folder, capsys):
+    assert follow(worker(folder, "import sftplay.nowhere"), folder) == 1
+    assert status_of(folder)["state"] == "failed"
+    assert "ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_a_launcher_that_ends_with_1_after_the_ranks_had_met_has_lost_one_of_them(folder, capsys):
+    assert follow(worker(folder, "folder.update_status(ranks=[{'pid': 1}]); sys.exit(1)"), folder) == 5
+    assert status_of(folder)["exit_code"] == 5
+    assert "ended with code 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -190,8 +210,10 @@ def test_ranks_of_another_node_get_no_signal_here(folder, followed):
     try:
         body = (
             f"pids = [{{'pid': {stranger.pid}}}]\n"
-            "signal.signal(signal.SIGTERM, lambda *_, **__: (folder.update_status(exit_code=143), os._exit(0)))\n"
-            "folder.update_status(ranks=pids + [{'pid': os.getpid()}], ready=True); time.sleep(600)"
+            "got = []; signal.signal(signal.SIGTERM, lambda *_, **__: got.append(1))\n"
+            "folder.update_status(ranks=pids + [{'pid': os.getpid()}], ready=True)\n"
+            "while not got: time.sleep(0.02)\n"  # a handler that writes would wait for a lock that it holds
+            "folder.update_status(exit_code=143)"
         )
         driver = followed(body)
         driver.send_signal(signal.SIGTERM)

@@ -108,6 +108,14 @@ def test_a_rank_lost_after_a_stop_signal_is_no_death_to_restart_from(folder: Run
     assert cause_of_death(folder) == ""
 
 
+def test_launcher_that_ends_without_a_report_is_a_death_only_when_it_was_killed_or_the_ranks_had_met(folder: RunFolder):
+    for code, ranks, expected in ((-9, [], "killed by SIGKILL"), (1, [{"pid": 1}], "ended with code 1"), (1, [], "")):
+        folder.update_status(exit_code=None, error=None, ranks=ranks)
+        final_exit_code(folder, code, received=0, unmarked=[])
+        assert cause_of_death(folder).startswith(expected), (code, ranks)
+        assert bool(cause_of_death(folder)) is bool(expected)
+
+
 class Deaths:
     """Replaces a launch. It ends as the list says: a text is a death, a number an exit code."""
 

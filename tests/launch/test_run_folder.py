@@ -132,6 +132,30 @@ def test_status_is_written_where_the_file_system_has_no_locks_or_a_holder_stands
     assert folder.read_json("status.json") == {"step": 1, "exit_code": 0}
 
 
+def test_runs_started_at_the_same_moment_get_different_folders(config, monkeypatch):
+    monkeypatch.setattr(folders.time, "strftime", lambda form: "20260102-030405")
+    first, real, looks = new_folder(config(), "x.yaml"), Path.exists, iter([False])
+    monkeypatch.setattr(Path, "exists", lambda path: real(path) and next(looks, True))  # it was made behind the look
+    second = new_folder(config(), "x.yaml")
+    assert (first.name, second.name) == ("x-20260102-030405", "x-20260102-030405-2")
+
+
+def test_the_run_of_a_config_is_its_newest(config):
+    cfg = config()
+    make_run(cfg, "run-20260101-000000", age_s=1)
+    newest = make_run(cfg, "run-20260101-000000-2")
+    make_run(cfg, "other-20260101-000000", age_s=-5)
+    assert find_run(cfg, "configs/run.yaml").path == newest
+
+
+def test_the_runs_of_another_config_with_a_longer_name_are_not_taken(config):
+    cfg = config()
+    older = make_run(cfg, "run-20260101-000000", age_s=9)
+    make_run(cfg, "run-long-20260102-000000")
+    make_run(cfg, "run-20260102-000000.bak")
+    assert find_run(cfg, "run.yaml").path == older
+
+
 def test_a_fixed_name_is_the_run_unless_another_run_is_named(config):
     cfg = config(run_name="fixed")
     fixed, other = make_run(cfg, "fixed"), make_run(cfg, "other")

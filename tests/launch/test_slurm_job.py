@@ -23,6 +23,7 @@ from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.slurm import job
 from sftplay.launch.slurm.job import Allocation, JobFolder, newest_job, others_command, trainer_command, write_summary
 from sftplay.launch.slurm.request import JobRequest, gpus_in, in_our_names, job_file, limit_seconds
 from sftplay.signals import Echoes
@@ -330,3 +331,22 @@ def test_stop_that_slurm_sends_to_every_process_counts_once(monkeypatch: pytest.
     assert [inside.is_echo() for _ in "abc"] == [False, True, True]
     now[0] += 11
     assert not inside.is_echo()
+
+
+def test_the_nodes_of_a_job_get_a_token_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given = []
+
+    class Done:
+        def wait(self, *_: float) -> int:
+            return 0
+
+        send_signal = terminate = kill = wait
+
+    monkeypatch.setattr(job, "popen_tied", lambda argv, *, output, env: given.append(env) or Done())
+    folder = JobFolder(tmp_path, 7)
+    folder.path.mkdir()
+    for _ in range(2):
+        job._train(folder, ["own"], others=["srun"], forwarder=job.new_forwarder(), wait=Done.wait)
+    tokens = [env["SFTPLAY_RUN_TOKEN"] for env in given]
+    assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
+    assert len(tokens[0]) == 32

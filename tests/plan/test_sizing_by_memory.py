@@ -112,3 +112,13 @@ def test_a_model_whose_rows_of_new_tokens_train_is_not_split():
     assert sized.cfg.cluster.strategy == "ddp"
     reasons = [decision.reason for decision in sized.decisions.values()]
     assert "the rows of new tokens train only where each GPU has whole matrices" in reasons
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_cpu_shares_its_memory_among_its_processes(processes):
+    cpu = Machine(
+        gpus=(), gpu_reason="", ram_bytes=16 * GIB, cores=8, python="3", system="Linux", libraries={},
+        ram_free_bytes=16 * GIB,
+    )  # fmt: skip
+    sized = size_run(BASE, cpu, world_size=processes, shape=find_shape("HuggingFaceTB/SmolLM2-135M"))
+    assert sized.forecast.budget_bytes == pytest.approx(0.92 * 16 * GIB / processes, abs=2)

@@ -127,6 +127,17 @@ def test_perplexity_of_an_extended_tokenizer_is_marked_and_not_judged(tmp_path: 
     assert "held-out loss got worse" not in sentences(folder).lower()
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", '{"sources": 3, "anchor": {"chat": [1]}}', '{"window": {}, "sources": {"a": 1}}']
+)
+def test_whatever_the_table_of_perplexity_holds_there_is_a_page(folder: RunFolder, content: str):
+    write_text(folder.eval / "perplexity.json", content)
+    line = {"step": 40, "sources": {"<b>x": {"share": "a lot", "loss": []}, "y": 3}, "source_losses": 7}
+    write_text(folder.metrics, json.dumps(line) + "\n")
+    assert "<b>x" not in write_report(folder).read_text(encoding="utf-8")
+    assert comparison_table(compare_runs(folder, folder))
+
+
 def test_two_runs_are_compared_source_by_source(tmp_path: Path, folder: RunFolder):
     other = write_run(tmp_path / "other", after=side(2.5, 1.0), share=0.8)
     found = compare_runs(folder, other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ from processes import HANG_S
 
 from sftplay.errors import ConfigError, MachineError
 from sftplay.sandbox import choose
+from sftplay.sandbox.boxes.box import Lost
 from sftplay.sandbox.boxes.executors import Bwrap, WarmBwrap
 from sftplay.sandbox.boxes.job import Job
 from sftplay.sandbox.choose import SAFE, find_problem
@@ -161,6 +163,24 @@ def test_an_executor_that_is_gone_gives_no_verdict_until_it_is_back(is_warm, tmp
         assert open_files() <= before
         (tmp_path / "gone").rename(program)
         assert [each.status for each in sandbox.run([adder(2), adder(3)])] == ["ok", "wrong"]
+
+
+@pytest.mark.skipif(bool(find_problem("bwrap")), reason="needs bubblewrap")
+def test_a_box_that_another_ends_is_no_wrong_answer(monkeypatch):
+    started = []
+    popen = subprocess.Popen
+
+    def start(*args, **options):
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr("sftplay.sandbox.boxes.executors.subprocess.Popen", start)
+    box = Bwrap().open(PATIENT)
+    started[0].kill()
+    with pytest.raises(Lost) as lost:
+        box.ask("load", code=f"import time\ntime.sleep({HANG_S})", late_setup="", within_s=HANG_S)
+    box.close()
+    assert lost.value.status == "infra"
 
 
 @pytest.mark.parametrize(

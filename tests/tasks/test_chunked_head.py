@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from in_process import Inputs, train
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -101,3 +103,17 @@ def test_a_model_that_adds_its_routers_loss_is_refused_even_where_nothing_can_be
     model.config.output_router_logits = True
     with pytest.raises(ConfigError, match="loss of its router"):
         put_chunked_head(model, proves=False)
+
+
+def test_scores_at_labels_alone_that_are_off_are_said_and_stand_in_the_plan(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def differ(_: Any) -> Any:
+        raise ValueError("scores of another shape")
+
+    monkeypatch.setattr(chunked_head, "proof_rows", differ)
+    plan = train(tmp_path, inputs, train__max_steps=1).folder.read_json("plan.json")
+    what = "scores are computed at every position, not only at labels: ValueError: scores of another shape"
+    assert f"note: {what}" in capsys.readouterr().out
+    assert plan["label_head_off"] == what.partition("labels: ")[2]
+    assert what in plan["notes"]

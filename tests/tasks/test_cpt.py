@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -149,7 +150,7 @@ def test_one_source_of_documents_trains_by_train_path_alone(inputs: Inputs, mixt
 
 
 @pytest.mark.slow
-def test_two_processes_train_on_a_mixture_as_one_does(
+def test_two_processes_train_on_a_mixture_as_one_does_also_when_resumed(
     inputs: Inputs, mixture: dict[str, Any], finished: Finished, sftplay: Callable[..., CompletedProcess[str]],
     tmp_path: Path,
 ):  # fmt: skip
@@ -171,3 +172,12 @@ def test_two_processes_train_on_a_mixture_as_one_does(
         assert two[-1]["sources"][name] == {**found, "loss": pytest.approx(found["loss"], abs=1e-5)}
         expected = {**held_out[0][name], "loss": pytest.approx(held_out[0][name]["loss"], abs=1e-5)}
         assert held_out[1][name] == expected
+    shutil.rmtree(folder / "checkpoints" / "checkpoint-6")
+    shutil.rmtree(folder / "adapter")
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps({**status, "state": "stopped"}))
+    done = sftplay("resume", "--config", config, "--nproc", 2)
+    assert done.returncode == 0, done.stderr
+    assert "continuing from" in done.stdout
+    for key in ("loss", "row_ids", "sources", "source_losses", "label_tokens_seen"):
+        assert [line[key] for line in lines()] == [line[key] for line in two], key

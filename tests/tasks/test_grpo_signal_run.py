@@ -57,6 +57,31 @@ def test_a_run_whose_rewards_are_all_0_stops_and_says_that_it_lacks_a_warm_start
 
 
 @pytest.mark.slow
+def test_silent_groups_are_drawn_again_and_every_token_is_counted(
+    prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    drawn: list[int] = []
+    real = SamplingMixin._generate_rows
+
+    def counted(self: Any, prompt_ids: Any, *given: Any, **named: Any) -> Any:
+        ids, logps = real(self, prompt_ids, *given, **named)
+        if self._inputs is not None:  # no evaluation
+            drawn.append(sum(map(len, ids)))
+        return ids, logps
+
+    monkeypatch.setattr(SamplingMixin, "_generate_rows", counted)
+    again = train(tmp_path, prompts, **paid_by(SILENT, prompts, train__max_steps=8, grpo__dynamic_sampling_rounds=3))
+    last = again.metrics[-1]
+    assert last["generated_tokens"] == sum(drawn)
+    assert last["redrawn_groups"] > 0 < last["passed_turns"]
+    assert sum(column(again, "zero_variance_share")) < 0.6 * sum(column(again, "first_zero_variance_share"))
+    # what is kept are whole groups of the prompts that were drawn last
+    for path in (again.folder.path / "samples").glob("step-*.jsonl"):
+        rows = [json.loads(line)["prompt_id"] for line in path.read_text().splitlines()]
+        assert all(len(set(rows[n : n + 4])) == 1 for n in (0, 4))
+
+
+@pytest.mark.slow
 def test_nothing_is_drawn_in_the_turns_of_silent_prompts_and_nothing_is_learned_from_them(
     prompts: Inputs, tmp_path: Path
 ):

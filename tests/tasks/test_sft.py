@@ -103,7 +103,7 @@ def test_plain_libraries_find_the_same_held_out_loss_in_the_result(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_manifest_counts_what_trains_and_real_4_bit_layers(mode: str, runs: dict[str, Finished]):
+def test_manifest_counts_what_trains_and_real_4_bit_layers(mode: str, runs: dict[str, Finished], inputs: Inputs):
     run = runs[mode]
     manifest = json.loads((run.folder.path / "manifest.json").read_text())
     model = manifest["model"]
@@ -117,6 +117,11 @@ def test_manifest_counts_what_trains_and_real_4_bit_layers(mode: str, runs: dict
     assert manifest["seed"] == 42
     assert manifest["steps"] == 16
     assert {"kit", "git_commit", "machine", "template_sha256", "order_sha256", "data", "sizing"} <= set(manifest)
+    config = run.folder.path.parents[1] / "run.yaml"
+    (line,) = (n for n, text in enumerate(config.read_text().splitlines(), 1) if "learning_rate" in text)
+    assert manifest["origins"]["train.learning_rate"] == f"{config}:{line}"
+    assert "train.weight_decay" not in manifest["origins"]
+    assert manifest["data_files"].keys() == {str(inputs.train), str(inputs.held_out)}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from forking import START, prepare_two_ranks, run_script
 from in_process import Inputs
+from plain_loss import label_losses
+from transformers import AutoModelForCausalLM
 
+from sftplay.config.load import load_resolved
+from sftplay.data.pipeline import load_examples
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
+from sftplay.model.tokenizer import load_tokenizer
 from sftplay.train.gradients import exposed_s
 
 STEPS = 6
@@ -58,6 +64,7 @@ class TwoRanks:
     lines: list[dict[str, Any]]
     ddp: list[dict[str, Any]]
     output: str
+    folder: RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +82,7 @@ def runs(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def _read(folder: RunFolder) -> TwoRanks:
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     ddp = [json.loads((folder.path / f"ddp-{rank}.json").read_text()) for rank in (0, 1)]
-    return TwoRanks([line["loss"] for line in lines], lines, ddp, (folder.logs / "rank0.log").read_text())
+    return TwoRanks([line["loss"] for line in lines], lines, ddp, (folder.logs / "rank0.log").read_text(), folder)
 
 
 @pytest.mark.slow
@@ -93,6 +100,19 @@ def test_ddps_own_exchange_gives_the_losses_of_the_exchange_after_the_window(run
             assert 0 < share < 1
             weighted = sum(rank["loss"] * rank["label_tokens"] for rank in line["ranks"]) / line["label_tokens"]
             assert line["loss"] == pytest.approx(weighted, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_each_rank_has_the_loss_of_the_rows_it_took(runs: dict[str, TwoRanks], inputs: Inputs):
+    cfg = load_resolved(runs["after"].folder.resolved)
+    rows = {row["row"]: row for row in load_examples(cfg, load_tokenizer(cfg.model)).train}
+    model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.float64)
+    line = runs["after"].lines[0]  # before the first update
+    for rank, ids in zip(line["ranks"], line["row_ids"], strict=True):
+        losses = torch.cat([label_losses(model, rows[n]) for n in ids]).detach()
+        assert (len(ids), rank["label_tokens"]) == (4, len(losses))
+        assert rank["loss"] == pytest.approx(losses.mean().item(), rel=1e-4)
+    assert abs(line["ranks"][0]["loss"] - line["ranks"][1]["loss"]) > 1e-3
 
 
 @pytest.mark.slow

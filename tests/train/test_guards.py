@@ -65,6 +65,14 @@ def test_fp16_run_may_skip_as_many_steps_as_its_scale_can_be_halved(tmp_path: Pa
         check(guard, math.nan, 1.0, fp16=True)
 
 
+def test_the_norm_of_sharded_gradients_is_whole(tmp_path: Path):
+    guard = StopOnBadStep(tmp_path / "bad_step.json")
+    norm = SimpleNamespace(full_tensor=lambda: torch.tensor(math.nan))
+    guard.attach(SimpleNamespace(last_loss=1.0, clipped_norm=norm, heartbeat=None, rows_not_finite=list, last_rows=[3]))
+    with pytest.raises(RunError, match="the gradient of step 5 is not finite"):
+        guard.on_pre_optimizer_step(SimpleNamespace(fp16=False), TrainerState(global_step=4), TrainerControl())
+
+
 def test_a_signal_counts_on_all_ranks_at_the_next_step_and_once(monkeypatch: pytest.MonkeyPatch):
     stop = StopOnSignal()
     stop.attach(SimpleNamespace(heartbeat=Heartbeat()))

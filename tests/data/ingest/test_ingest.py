@@ -347,6 +347,28 @@ def test_a_killed_command_goes_on_and_gives_the_same_bytes(folder):
     assert not folder.out.with_name(f".{folder.out.name}.ingest").exists()
 
 
+def test_what_was_finished_before_a_kill_is_not_done_again(folder, monkeypatch):
+    for number in range(3):
+        folder.write(f"{number}.txt", prose(number))
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sftplay.data.ingest.ingest.compare", killed)
+        folder.ingest(code=130)
+    work = folder.out.with_name(f".{folder.out.name}.ingest")
+    answers = {path.name: path.stat().st_mtime_ns for path in work.glob("*.json")}
+    assert len(answers) == 4  # three files and a chunk
+    with monkeypatch.context() as patch:
+        patch.setattr("sftplay.data.ingest.ingest._write", killed)
+        folder.ingest(code=130)
+    assert {path.name: path.stat().st_mtime_ns for path in work.glob("*.json")} == answers
+    assert not folder.out.exists()
+    (folder.docs / "1.txt").write_text(prose(7))
+    assert [row["text"] for row in folder.ingest()] == [prose(0), prose(7), prose(2)]
+
+
 @pytest.mark.contract
 def test_a_killed_command_leaves_no_process(folder):
     for number in range(3):

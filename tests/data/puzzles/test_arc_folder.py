@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sftplay.cli import main
+from sftplay.tasks.hrm.puzzles.folder import PuzzleFolder
 
 Json = dict[str, Any]
 
@@ -38,6 +39,24 @@ def read(path: Path) -> Json:
 def recoloured(pair: Json) -> Json:
     """The pair with other colours; 0 stays."""
     return {side: [[cell and cell % 9 + 1 for cell in row] for row in rows] for side, rows in pair.items()}
+
+
+PUBLISHED = {
+    # Tasks, demonstrations and test pairs of each part, counted in TRM's kaggle/combined/*.json, and the pairs that its
+    # dataset/build_arc_dataset.py trains on: all but the test pairs of the evaluation.
+    "ARC-AGI-1": ({"training": (400, 1302, 416), "evaluation": (400, 1363, 419)}, 3081),
+    "ARC-AGI-1 and ConceptARC": ({"training": (560, 1302 + 427, 416 + 480), "evaluation": (400, 1363, 419)}, 3988),
+    "ARC-AGI-2": ({"training": (1000, 3232, 1076), "evaluation": (120, 358, 172)}, 4666),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_training_has_as_many_pairs_as_the_published_code_learns(name: str, tmp_path: Path):
+    parts, learned = PUBLISHED[name]
+    write_arc(tmp_path / "in", parts)
+    assert main(["puzzle-data", "--kind=arc", f"--in={tmp_path / 'in'}", f"--out={tmp_path / 'out'}", "--aug=0"]) == 0
+    assert len(PuzzleFolder.open(tmp_path / "out" / "train")) == learned
+    assert len(PuzzleFolder.open(tmp_path / "out" / "test")) == parts["evaluation"][2]
 
 
 @pytest.mark.contract

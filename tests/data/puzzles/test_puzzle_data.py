@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -418,6 +421,33 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert (code, "not a seed" in error["what"]) == (2, True)
     code, error = refusal(capsys, "--kind=arc", out, f"--in={tmp_path}", "--subsample=3")
     assert (code, error["where"]) == (2, "--subsample")
+
+
+def test_a_killed_command_leaves_no_folder_and_the_next_one_makes_it(
+    puzzles: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_csv(tmp_path / "in" / "train.csv", puzzles[:40])
+    write_csv(tmp_path / "in" / "test.csv", puzzles[40:])
+    out = tmp_path / "out"
+    words = ["--kind=sudoku", f"--in={tmp_path / 'in'}", f"--out={out}"]
+    code = (  # it waits behind the first group
+        "import sys\n"
+        "from sftplay.tasks.hrm.puzzles.folder import SplitWriter\n"
+        "SplitWriter.add = lambda *_: (print('wrote', flush=True), sys.stdin.read())\n"
+        "from sftplay.cli import main\n"
+        "main(['puzzle-data', '--workers=1', *sys.argv[1:]])\n"
+    )
+    started = subprocess.Popen([sys.executable, "-c", code, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert started.stdout is not None
+    assert b"wrote\n" in iter(started.stdout.readline, b"")
+    second_code, error = refusal(capsys, *words)
+    assert (second_code, error["what"]) == (2, "another command is writing it")
+    started.send_signal(signal.SIGKILL)
+    started.communicate()
+    assert not out.exists()
+    report = run(capsys, *words, "--aug=2")
+    assert report["train"]["examples"] == 120
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
 from grpo_toy import grpo_trainer, letter_tokenizer, tiny_llama
+from trl.kernels import chunked_logprob
+from trl.trainer import utils
 
 from sftplay.data.load_prompts import Questions
 from sftplay.tasks.grpo.sampling import (
@@ -19,6 +22,7 @@ from sftplay.tasks.grpo.sampling import (
     has_relative_positions,
     order_by_length,
 )
+from sftplay.train.upstream import fitted_tiles
 
 ROWS, ACCUM = 4, 4
 
@@ -178,3 +182,29 @@ def test_rows_go_to_the_trainer_as_they_are_and_each_is_read_once():
     assert rows[0] == expected
     with pytest.raises(TypeError):
         PromptRows(questions)[1]
+
+
+def test_scores_of_prompts_and_padding_are_not_computed_and_the_others_are_trls(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = letter_tokenizer()
+    tiles: list[tuple[int, int]] = []
+    real = chunked_logprob._forward_tile
+
+    def noted(tile: torch.Tensor, stride: int, *given: Any, **named: Any) -> None:
+        tiles.append((len(tile), stride))
+        real(tile, stride, *given, **named)
+
+    monkeypatch.setattr(chunked_logprob, "_forward_tile", noted)
+    ids = torch.randint(3, len(tokenizer), (4, 9), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, :4] = -100
+    labels[1, 6:] = -100
+    seen = []
+    for spared in (nullcontext(), fitted_tiles(len(tokenizer))):
+        model = utils.add_fused_lm_head(fresh := tiny_llama(tokenizer)) or fresh
+        with spared:
+            found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        (found.log_probs * torch.linspace(-1, 1, 8)).sum().backward()
+        seen.append((found.log_probs.detach(), {name: each.grad for name, each in model.named_parameters()}))
+    assert tiles == [(4 * 8, 32_768), (4 * 5 - 3, len(tokenizer))]
+    assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == 32_768
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-5, atol=1e-6)

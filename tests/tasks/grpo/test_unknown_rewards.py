@@ -1,6 +1,6 @@
 """A completion whose reward for content has no value: TRL's own advantages, figures and silent groups go without it.
 
-And the shares of programs in a line of metrics, next to hand counts.
+And what a line of metrics says of programs, cut-off ratios and fp16, next to hand counts and torch's own scaler.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from trl import GRPOTrainer
 
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.reward.table import RewardValues
+from sftplay.tasks.grpo.sampling import SamplingMixin
 from sftplay.tasks.grpo.scoring import DynamicSampler, ScoredBatch, compute_program_figures
+from sftplay.tasks.grpo.watch import read_policy_clip_share
 
 WEIGHTS = (1.0, 0.1)
 CONTENT: list[float | None] = [1.0, 0.0, None, 1.0, 1.0, 1.0, 1.0, None]
@@ -99,3 +102,34 @@ def test_shares_of_what_became_of_programs_and_how_they_were_found_stand_in_a_li
     found = {key.removeprefix("found/"): value for key, value in figures.items() if key.startswith("found/")}
     assert found == {"labelled": 0.4, "unlabelled": 0.0, "unclosed": 0.2, "whole_text": 0.0, "none": 0.2}
     assert figures["hidden_pass"] == 0.5  # of the four that are known
+
+
+@pytest.mark.parametrize(
+    ("logs", "share"),
+    [({"clip_ratio/region_mean": 0.0}, 0.0), ({"cispo_clip_ratio": 0.25, "loss": 1.0}, 0.25), ({"entropy": 1.0}, None)],
+)
+def test_the_share_of_cut_off_ratios_has_one_name_whatever_the_loss_is(logs, share):
+    assert read_policy_clip_share(logs) == share
+
+
+def test_a_step_that_the_scaler_skips_is_counted_and_halves_the_scale():
+    weight = torch.nn.Parameter(torch.ones(1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for factor in (1.0, float("inf"), 1.0):  # as transformers' Trainer makes a step
+        scaler.scale(weight.sum() * factor).backward()
+        before, scale = weight.item(), scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() >= scale:
+            assert weight.item() != before
+            schedule.step()
+        optimizer.zero_grad()
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(scaler=scaler), lr_scheduler=schedule, state=SimpleNamespace(global_step=3),
+        _figures={}, held_out_figures={}, sampling_totals={}, heartbeat=None,
+        logprob_check=SimpleNamespace(take=lambda _: {}),
+    )  # fmt: skip
+    figures = SamplingMixin.take_figures(trainer, {})
+    assert (figures["loss_scale"], figures["skipped_steps"]) == (2.0**15, 1)
