@@ -118,7 +118,7 @@ FLAGS: dict[str, Flags] = {
     "demo": {"--control": _switch("train on shuffled answers instead"), **_LAUNCH},
     "init": {
         "--data": _flag("a file or folder with rows", default=""),
-        "--out": _flag("the config to write", default="run.yaml"),
+        "--out": _flag("the config to write", PATH, default="run.yaml"),
     },
     "ingest": {
         "--in": _flag("a folder of documents, or one file", PATH, dest="input", required=True),
