@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,15 @@ import torch
 from in_process import Finished, built
 from score_run import PROMPTS, score_inputs, score_options
 
+from sftplay.tasks.score.role_models import SeparateValue, ValueHead
 from sftplay.tasks.score.section import ScoreConfig
-from sftplay.tasks.score.update import EpisodeRewards, choose_kl_coefficients, compute_advantages
+from sftplay.tasks.score.update import (
+    EpisodeRewards,
+    MinibatchSetup,
+    PolicyGradients,
+    choose_kl_coefficients,
+    compute_advantages,
+)
 
 Check = Callable[[Any], None]
 
@@ -26,7 +34,9 @@ CHANGES = {
     "score__episodes_per_problem": 2,
     "score__stage2_steps": 5,
     "score__advantage": "critic",
-    "score__critic": {"learning_rate": 0.75},
+    "score__critic": {"learning_rate": 0.75, "tau": 0.5, "width": 12},
+    "score__value": "separate",
+    "score__value_flow": "stop",
     "score__prompts": {**PROMPTS, "solve": "3{problem}", "static_hint": "3", "right_hint": "4{answer}"},
 }
 
@@ -106,6 +116,50 @@ def decode_hint(kind: Any) -> Callable[[Finished], str]:
     return look
 
 
+def critic_width(run: Finished) -> int | None:
+    critic = run.trainer.role_models.critic
+    return critic and critic.encoder.recurrent.hidden_size
+
+
+def share_taken_over(run: Finished) -> float | None:
+    """How far the target critic follows one step of the critic."""
+    role_models, optimizer = run.trainer.role_models, run.trainer.create_optimizer()
+    if not role_models.critic:
+        return None
+    online, target = next(role_models.critic.parameters()), next(role_models.target_critic.parameters())
+    online.grad, before = torch.ones_like(online), target.clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    return round(float(((target - before) / (online.detach() - before)).mean()), 4)
+
+
+def changes_gradient(key: str, *values: Any) -> Check:
+    """The key changes the gradient of the guide, whose weights have moved a little."""
+
+    def check(bench: Any) -> None:
+        run = make_pair(bench.home)[0]
+        role_models, sampler = run.trainer.role_models, run.trainer.episode_sampler
+        setup = MinibatchSetup(
+            micro_batch=4, n_episodes=4, pad=0, backward=lambda loss: loss.backward(), context=nullcontext
+        )
+        with torch.no_grad():
+            played = sampler.sample_episodes([run.trainer.questions[0]] * 4, numbers=range(4), seed=1, temperature=1.0)
+        hints, weights, gradients = [episode.hint for episode in played], role_models.trainable["guide"], []
+        for value in values:
+            score = run.cfg.score.model_copy(update={"beta_guide": 1.0, key: value})
+            for weight in weights:
+                weight.data.add_(1e-2)
+            update = PolicyGradients(role_models, score, batch=setup)
+            update.learn(hints, "guide", beta=score.beta_guide, advantage=torch.ones(4), n_tokens=8)
+            for weight in weights:
+                weight.data.sub_(1e-2)
+            gradients.append(torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None]))
+            role_models.model.zero_grad()
+        assert not torch.equal(*gradients)
+
+    return check
+
+
 def first_prompt(run: Finished) -> str:
     sampler = run.trainer.episode_sampler
     with torch.no_grad():
@@ -139,6 +193,9 @@ OF_SCORE: dict[str, Check] = {
     "turn_discount": changes_advantages("turn_discount", 0.05),
     "beta1": check_betas,
     "beta2": check_betas,
+    "beta_guide": changes_gradient("beta_guide", 0.0, 1.0),
+    "kl": changes_gradient("kl", "full", "k3"),
+    "value": seen(lambda run: type(run.trainer.role_models.model.value_head), ValueHead, SeparateValue),
     "guide_reward": changes_advantages("guide_reward", "progress"),
     "leak_penalty": changes_advantages("leak_penalty", 0.5),
     "format_reward": changes_advantages("format_reward", 0.1),
@@ -152,6 +209,8 @@ OF_SCORE: dict[str, Check] = {
     "guide_learning_rate": seen(rate(1), 0.002, 0.25),
     "value_learning_rate": seen(rate(2), 1e-4, 0.125),
     "critic.learning_rate": seen(rate(3), None, 0.75),
+    "critic.tau": seen(share_taken_over, None, 0.5),
+    "critic.width": seen(critic_width, None, 12),
     "prompts.solve": seen(first_prompt, "0", "3"),
     "prompts.static_hint": seen(decode_hint("static"), "0", "3"),
     "prompts.right_hint": seen(decode_hint("right"), "0", "40"),

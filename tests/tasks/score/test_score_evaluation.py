@@ -47,7 +47,7 @@ class Course:
     ) -> None:
         score = SimpleNamespace(
             stage1_steps=STAGE1,
-            kl1_max=0.02,
+            kl1_max=0.03,
             eval_temperature=0.0,
             min_hint_gain=min_hint_gain,
             guidance="model_trained",
@@ -85,10 +85,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
 @pytest.mark.parametrize(
     ("kl_t1", "right", "faults"),
     [
-        (0.019, (1, 3), ()),
-        (0.02, (1, 3), ("turn 1 has moved from the reference (KL 0.02, score.kl1_max 0.02)",)),
+        (0.029, (1, 3), ()),
+        (0.03, (1, 3), ("turn 1 has moved from the reference (KL 0.03, score.kl1_max 0.03)",)),
         (0.019, (3, 3), ("second answers are no better than first ones (delta +0.000)",)),
-        (0.5, (3, 2), ("(KL 0.5, score.kl1_max 0.02) and ", "(delta -0.250)")),
+        (0.5, (3, 2), ("(KL 0.5, score.kl1_max 0.03) and ", "(delta -0.250)")),
     ],
 )
 def test_the_gate_asks_for_a_first_answer_that_stayed_and_a_second_one_that_is_better(
@@ -98,7 +98,7 @@ def test_the_gate_asks_for_a_first_answer_that_stayed_and_a_second_one_that_is_b
     course.end_step(STAGE1, *right)
     assert all(fault in said() for fault in faults)
     assert ("warning: stage 1 ends" in said()) == bool(faults)
-    assert ("stage 1 ends: KL of turn 1 0.019, delta +0.500; stage 2 begins" in said()) == (not faults)
+    assert ("stage 1 ends: KL of turn 1 0.029, delta +0.500; stage 2 begins" in said()) == (not faults)
     course.end_step(STEPS, *right)
     assert said().count("stage 1 ends") == 1
 
