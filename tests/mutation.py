@@ -6,6 +6,11 @@ Run by hand; the outcome goes to docs/evidence.md. A fault changes one operator,
 function. It is put into a copy of the repository. First run the test files that carry the module's name or import it,
 then those of its top folder, up to the first failure; a module at the top is tested by the files directly below tests/.
 A failure counts only where the same test passes without the fault.
+
+    .venv/bin/python tests/mutation.py --keys
+
+gives each key that tests/test_every_key.py leaves to another file its default, whatever a config says, and runs that
+file. Not seen so are required keys, and keys that are read as part of a whole section.
 """
 
 from __future__ import annotations
@@ -25,12 +30,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 900.0
 """A fault that makes the tests hang counts as noticed behind this time."""
 
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 NONE_COLLECTED = 5
@@ -158,9 +164,11 @@ def is_noticed(fault: Fault, root: Path, left_out: set[str]) -> bool:
     return False
 
 
-def first_failure(tests: list[str], root: Path, left_out: set[str]) -> str | None:
+def first_failure(
+    tests: list[str], root: Path, left_out: set[str], *, marks: str = "not slow and not long"
+) -> str | None:
     """The first test that fails; empty where the tests hang or cannot be collected, None where all pass."""
-    argv = [*PYTEST, "-x", "-rfE", *(f"--deselect={name}" for name in sorted(left_out)), *tests]
+    argv = [*PYTEST, "-m", marks, "-x", "-rfE", *(f"--deselect={name}" for name in sorted(left_out)), *tests]
     process = subprocess.Popen(
         argv, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         start_new_session=True,
@@ -174,6 +182,40 @@ def first_failure(tests: list[str], root: Path, left_out: set[str]) -> str | Non
         return None
     failures = re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.+?)(?: - |$)", output, re.MULTILINE)
     return failures[0] if failures else ""
+
+
+IGNORES = """
+    def __getattribute__(self, name):
+        if (type(self).__name__, name) == ({section!r}, {key!r}):
+            return type(self).model_fields[name].get_default(call_default_factory=True)
+        return super().__getattribute__(name)
+"""
+"""What `Section` gets so that one key of one section has no effect."""
+
+
+def try_keys(root: Path, say: Callable[[str], None]) -> None:
+    """Print for each key whether the file that shows its effect notices that it has none."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from test_every_key import SHOWN_IN
+
+    from sftplay.config.run import RunConfig
+
+    path, head = root / "sftplay" / "config" / "section.py", "class Section(BaseModel):\n"
+    text = path.read_text(encoding="utf-8")
+    for file, section, keys in SHOWN_IN:
+        model: Any = RunConfig
+        for part in section.split(".") if section else []:
+            kinds = [model.model_fields[part].annotation]
+            while not hasattr(kinds[0], "model_fields"):
+                kinds = [*get_args(kinds.pop(0)), *kinds]
+            model = kinds[0]
+        for key in keys.split():
+            path.write_text(
+                text.replace(head, head + IGNORES.format(section=model.__name__, key=key)), encoding="utf-8"
+            )
+            failed = first_failure([f"tests/{file}"], root, set(), marks="not long")
+            fate = "MISSED " if failed is None else "noticed"
+            say(f"{fate}  {section}.{key}  tests/{file}")
 
 
 def copy_to(root: Path) -> None:
@@ -193,7 +235,13 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> N
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=1, help="go on with this fault of the draw")
     parser.add_argument("--folder", default="", help="only below this folder of sftplay/")
+    parser.add_argument("--keys", action="store_true", help="ignore keys of the config instead")
     args = parser.parse_args()
+    if args.keys:
+        with tempfile.TemporaryDirectory() as home:
+            copy_to(Path(home) / "kit")
+            try_keys(Path(home) / "kit", say)
+        return
     files = sorted((ROOT / "sftplay" / args.folder).rglob("*.py"))
     known = [fault for path in files for fault in faults_of(path)]
     chosen = random.Random(args.seed).sample(known, min(args.count, len(known)))
