@@ -736,7 +736,7 @@ SHOWN_IN = (
     ),
     ("tasks/score/test_score_update.py", "score", "value_flow"),
 )
-"""A file of tests, a section, and the keys of it whose effect the file shows: `python tests/mutation.py --keys` asks it."""
+"""A file of tests, a section, and the keys of it whose effect the file shows; asked by `tests/mutation.py --keys`."""
 
 
 @pytest.fixture(scope="module")
