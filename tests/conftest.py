@@ -81,11 +81,21 @@ def pytest_unconfigure() -> None:
         FORKING.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+COLLECTED = pytest.StashKey[frozenset[str]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What needs the builtin model is slow: most of it trains or measures that model."""
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     for item in items:
         if "builtin_tiny" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def collected(pytestconfig: pytest.Config) -> frozenset[str]:
+    """The tests that were found, before marks chose among them."""
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -51,14 +49,11 @@ def test_the_test_a_cell_names_is_written(name):
 
 
 @pytest.mark.slow
-def test_every_test_a_cell_names_is_collected():
-    files = sorted({name.partition("::")[0] for name in NAMED})
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *files],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    collected = {line.strip() for line in done.stdout.splitlines() if "::" in line}
-    assert [name for name in NAMED if name not in collected] == [], done.stdout[-2000:] + done.stderr[-2000:]
+def test_every_test_a_cell_names_is_collected(collected: frozenset[str]):
+    files = {name.partition("::")[0] for name in NAMED}
+    if missing := sorted(files - {name.partition("::")[0] for name in collected}):
+        pytest.skip(f"needs all tests to be collected, as `make test-slow` does; {missing[0]} is not")
+    assert [name for name in NAMED if name not in collected] == []
 
 
 def test_the_page_in_the_docs_is_what_the_table_says_today():

@@ -81,7 +81,10 @@ def test_the_kit_and_plain_trl_train_on_the_same(case: str, tmp_path: Path, monk
     assert ours["mfu"] is None
 
 
-def test_a_model_with_grouped_heads_has_the_losses_of_eager_attention(place: CheckContext):
+def test_a_model_with_grouped_heads_has_the_losses_of_eager_attention(
+    place: CheckContext, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(checks, "PLAIN", {**checks.PLAIN, "train.effective_batch_size": 4, "train.max_steps": 3})
     assert "the first loss within" in checks.grouped_heads(place, precision="fp32")
 
 
