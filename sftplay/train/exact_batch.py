@@ -113,8 +113,10 @@ else:
 
 
 class StepTrainerMixin(Base):
-    """What callbacks ask a trainer for, also where a task's steps are its own (hrm, score); comes before transformers'
-    Trainer."""
+    """What callbacks ask a trainer for, also where a task's steps are its own (grpo, hrm, score).
+
+    It comes before transformers' Trainer.
+    """
 
     def __init__(self, step: StepSetup, **named: Any) -> None:
         super().__init__(**named)

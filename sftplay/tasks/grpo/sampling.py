@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,7 @@ from sftplay.tasks.grpo.scoring import (
 )
 from sftplay.tasks.grpo.watch import read_policy_clip_share
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
-from sftplay.train.exact_batch import StepSetup
-from sftplay.train.metrics import StepCounts
+from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
 from sftplay.train.preflight import has_sharded_weights
 from sftplay.train.task import RowOrder
 from sftplay.train.upstream import (
@@ -58,12 +57,6 @@ from sftplay.train.upstream import (
     replace_micro_batches,
     replace_sent_weights,
 )
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as Base  # the trainer that comes after the mixin
-else:
-    Base = object
-
 
 CACHED_QUESTIONS = 1024
 """Questions in the cache. TRL reads a row once for each completion and micro-batch."""
@@ -340,7 +333,7 @@ class LogprobCheck:
         self._sums[name] = (total + float(values.double().sum()), count + values.numel())
 
 
-class SamplingMixin(Base):
+class SamplingMixin(StepTrainerMixin):
     """Stands before TRL's trainer: `class PromptTrainer(SamplingMixin, GRPOTrainer)`.
 
     `questions` are all training prompts.
@@ -355,25 +348,21 @@ class SamplingMixin(Base):
         beta = {"beta": 0.0} if has_adapter else {}
         with trained_weights_kept(model) if has_adapter else nullcontext(), replaced_attributes(args, **beta):
             named["reward_funcs"] = [_make_reward_stub(name) for name in scorer.training_weights]
-            super().__init__(model=model, args=args, **named)
+            super().__init__(step, model=model, args=args, **named)
         self.beta = args.beta
         if has_adapter and args.beta and cfg.model.adapter:
             keep_reference(model)
-        self.cfg, self.run_folder, self.scorer, self.heartbeat = cfg, run_folder, scorer, step.heartbeat
+        self.cfg, self.run_folder, self.scorer = cfg, run_folder, scorer
         batch_rows = grpo.generation_rows
         if not isinstance(batch_rows, int):  # all completions of a rollout batch
             batch_rows = int(args.per_device_train_batch_size * args.steps_per_generation)
         self._generation_batches = AdaptiveBatches(batch_rows, "generation")
-        self.micro_batcher = self.replay = None
-        self.source_names: tuple[str, ...] = ()
-        self.held_out_sources: dict[str, dict[str, float]] = {}
-        self.counts, self.last_loss = StepCounts(), 0.0
+        self.micro_batcher = None  # TRL cuts a rollout batch
         self.last_rows: list[int] = []  # prompts in this rank's last step
         self.facts = {"rewards": scorer.training_weights, "executor": scorer.rewards.executor or None}
         """The task's entries in the manifest."""
 
         self.rollout_figures: dict[str, float | None] = {}  # figures of the current rollout batch
-        self.held_out_figures: dict[str, float] = {}  # figures of evaluations since the last line of metrics
         self._figures: dict[str, list[float | None]] = defaultdict(list)
         self._seen_step = -1
         self._check_loss = step.check_loss if self.is_deepspeed_enabled and not self.args.fp16 else None
@@ -612,11 +601,6 @@ class SamplingMixin(Base):
             super()._save_checkpoint(*given)
         save_window(self, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
 
-    def take_counts(self) -> StepCounts:
-        """Return the counts since the last call, and reset them."""
-        counts, self.counts = self.counts, StepCounts()
-        return counts
-
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the task's figures for a line of metrics: means over the steps since the last line, and totals."""
         figures: dict[str, Any] = {name: find_mean(values) for name, values in self._figures.items()}
@@ -627,13 +611,12 @@ class SamplingMixin(Base):
             # transformers advances the schedule only after a step of the optimizer.
             skipped = self.state.global_step - self.lr_scheduler.last_epoch
             figures |= {"loss_scale": scaler.get_scale(), "skipped_steps": skipped}
-        figures |= self.held_out_figures
-        self.held_out_figures = {}
-        return {**figures, **self.sampling_totals, **self.logprob_check.take(self.heartbeat)}
-
-    def rows_not_finite(self) -> list[int]:
-        """Return no rows: a completion's loss depends on its group, so no single row is at fault."""
-        return []
+        return {
+            **figures,
+            **self.take_held_out_figures(),
+            **self.sampling_totals,
+            **self.logprob_check.take(self.heartbeat),
+        }
 
 
 def _make_reward_stub(name: str) -> Any:

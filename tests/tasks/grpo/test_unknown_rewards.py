@@ -128,7 +128,7 @@ def test_a_step_that_the_scaler_skips_is_counted_and_halves_the_scale():
         optimizer.zero_grad()
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(scaler=scaler), lr_scheduler=schedule, state=SimpleNamespace(global_step=3),
-        _figures={}, held_out_figures={}, sampling_totals={}, heartbeat=None,
+        _figures={}, take_held_out_figures=dict, sampling_totals={}, heartbeat=None,
         logprob_check=SimpleNamespace(take=lambda _: {}),
     )  # fmt: skip
     figures = SamplingMixin.take_figures(trainer, {})
