@@ -22,7 +22,8 @@ endif
 $(foreach name,$(SETTINGS),$(eval override TYPED_$(name) := $$(value $(name))))
 export $(foreach name,$(SETTINGS),$(if $(value $(name)),TYPED_$(name)))
 override TYPED_GOALS := $(value MAKECMDGOALS)
-export TYPED_GOALS
+override TYPED_NAMES := $(filter $(SETTINGS),$(TYPED))
+export TYPED_GOALS TYPED_NAMES
 
 SFTPLAY := exec "$$TYPED_PY" -m sftplay
 WORDS := --make-args="$$TYPED_ARGS"

@@ -354,8 +354,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise MachineError("does not exist any more", where="the working folder", fix=fix) from None
         is_make = bool(arguments) and arguments[-1].startswith(MAKE_ARGS)
         if is_make:
-            from sftplay.make_arguments import split_args
+            from sftplay.make_arguments import refuse_unused_here, split_args
 
+            refuse_unused_here()
             arguments += split_args(arguments.pop().removeprefix(MAKE_ARGS))
             as_json = "--json" in split(arguments)[0]
         if as_json:

@@ -20,6 +20,11 @@ REMOVED = {
 }
 """Verb or target of an earlier release -> what does its work now."""
 
+FOR_THE_ENVIRONMENT = {"PY", "PYTHON", "UNSLOTH_PY", "TORCH_INDEX", "EXTRAS"}
+"""Settings of every target, which may have to build its environment first."""
+
+_READ = re.compile(r"TYPED_([A-Z_]+)|\$\(call \w+,[^,]+,([A-Z_]+)\)")
+_MACRO = re.compile(r"\$\(([A-Z]+)\)")
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
 
 
@@ -58,11 +63,35 @@ def refuse_goals(goals: list[str], makefile: Path = Path("Makefile")) -> ConfigE
     return ConfigError(f"no target called {unknown!r}", where="make", fix=fix, nearest=near)
 
 
+def refuse_unused(names: list[str], goals: list[str], makefile: Path = Path("Makefile")) -> None:
+    """Raise ConfigError for a typed setting that no goal takes: nothing that was typed is ignored."""
+    text = makefile.read_text(encoding="utf-8").replace("\\\n", "") if names and makefile.is_file() else ""
+    macros = dict(re.findall(r"^([A-Z]+) := (.*)$", text, re.M))
+    recipes = dict(re.findall(r"^([a-z][a-z0-9-]*):.*\n((?:\t.*\n)*)", text, re.M))
+
+    def takes(part: str) -> set[str]:
+        found = {name for pair in _READ.findall(part) for name in pair if name}
+        return found.union(*(takes(macros[name]) for name in _MACRO.findall(part) if name in macros))
+
+    taken = set().union(*(takes(recipes.get(goal, "")) for goal in goals))
+    unused = [name for name in names if name not in taken | FOR_THE_ENVIRONMENT]
+    if text and unused and all(goal in recipes for goal in goals):
+        near = nearest_names(unused[0], taken - FOR_THE_ENVIRONMENT)
+        fix = f"leave it out; it takes {', '.join(sorted(taken - FOR_THE_ENVIRONMENT)) or 'no settings'}"
+        raise ConfigError(f"{' '.join(goals)} takes no {unused[0]}=", where="make", fix=fix, nearest=near)
+
+
+def refuse_unused_here() -> None:
+    """Raise ConfigError for a setting of this call of make that its goals do not take."""
+    refuse_unused(os.environ.get("TYPED_NAMES", "").split(), os.environ.get("TYPED_GOALS", "").split())
+
+
 def main(action: str, text: str, *program: str) -> NoReturn:
     """`words`: become the program, with the words of ARGS behind its own. `goals`: say what is wrong with them."""
     try:
         if action == "goals":
             raise refuse_goals(text.split())
+        refuse_unused_here()
         argv = [sys.executable, *program, *split_args(text)]
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

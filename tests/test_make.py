@@ -13,7 +13,7 @@ from processes import HANG_S
 
 from sftplay.cli import main
 from sftplay.errors import ConfigError
-from sftplay.make_arguments import split_args
+from sftplay.make_arguments import refuse_unused, split_args
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -189,6 +189,23 @@ def test_a_goal_that_is_no_target_is_answered_with_the_nearest(place: Place):
 
 
 @pytest.mark.contract
+def test_a_setting_that_the_target_does_not_take_is_refused(place: Place):
+    words = ["READY=", f"PY={sys.executable}"]
+    done = place.make(*words, "train", "CONFIG=run.yaml", "RUN=mine")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "make: train takes no RUN=")
+    assert "it takes ARGS, CONFIG, DRY_RUN," in done.stderr
+    assert "bench-startup takes no RUN=" in place.make(*words, "bench-startup", "RUN=mine").stderr
+    assert "takes no" not in place.make(*words, "gpu-info", "validate", "TORCH=1", "CONFIG=run.yaml").stderr
+    assert "takes no" not in place.make(*words, "train", "CONFIG=run.yaml", RUN="of the shell").stderr
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_takes_the_settings_that_its_help_names(target: str):
+    line = re.search(rf"^{target}:.*?##(.*)$", MAKEFILE, re.M)[1]
+    named = [name for name in re.findall(r"\b([A-Z_]+)=", line) if name in SETTINGS]
+    refuse_unused(named, [target], ROOT / "Makefile")
+
+
 def test_settings_become_flags(place: Place, recording: list[str]):
     words = ["NPROC=2", "NNODES=3", "NODE_RANK=1", "MASTER_ADDR=h", "MASTER_PORT=5", "DRY_RUN=1", "CONFIG=a b.yaml"]
     place.make(*recording, "train", *words, "ARGS=a.b=c")
