@@ -138,7 +138,7 @@ def reason_not_to_probe(sized: SizedRun, target: ProbeTarget) -> str:
         return "the probe measures steps on rows that are there, not the sampling of completions"
     if predicted is None:
         return "the model's shape is not known before its download"
-    if sized.cfg.cluster.strategy in SHARDED:
+    if sized.world_size > 1 and sized.cfg.cluster.strategy in SHARDED:
         return f"one process cannot measure a run that {sized.cfg.cluster.strategy} splits over several"
     return "even without a margin the estimate does not fit" if predicted.verdict == "does_not_fit" else ""
 

@@ -11,6 +11,7 @@ import pytest
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.chart import draw
+from sftplay.report.figures import compare
 from sftplay.report.remarks import find_remarks
 from sftplay.report.report import _tiles, draw_curves, render
 from sftplay.report.rewards import learned_table, plan, try_blocks
@@ -75,6 +76,17 @@ def test_the_table_compares_the_first_three_steps_with_the_last_ten(run: RunFile
     assert rows["pass@1 of held-out prompts, greedy"][:2] == ["25.0\N{NO-BREAK SPACE}%", "75.0\N{NO-BREAK SPACE}%"]
     assert "kl" not in rows
     assert table.format().splitlines()[0].split() == ["Figure", "First", "Last", "Change"]
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("pass", "+50.0 points better"), ("zero_variance_share", "+50.0 points worse"),
+        ("clipped_ratio", "+50.0 points worse"), ("follows_hint", "+50.0 points"), ("acc_t2_other_hint", "+50.0 points"),
+    ],
+)  # fmt: skip
+def test_a_share_is_judged_only_where_its_direction_is_known(key: str, change: str):
+    assert compare(key, 0.25, after=0.75)[2].replace("\u00a0", " ") == change
 
 
 def test_rewards_have_charts_of_their_own_with_the_held_out_prompts_as_dots(run: RunFiles):

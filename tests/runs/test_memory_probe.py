@@ -138,6 +138,8 @@ def test_a_model_that_several_processes_split_is_not_measured_whole_in_one(strat
     sized, record = size_by_probe(size(), ProbeTarget(cards, 2, tmp_path), resize=size, run=gpu)
     assert (sized, gpu.asked, record["decision"]) == (size(), [], "none")
     assert strategy in record["why"]
+    alone = size_run(config(**{"cluster.strategy": strategy}), machine(L4), shape=SHAPE)
+    assert reason_not_to_probe(alone, ProbeTarget(machine(L4), 1, tmp_path)) == ""
 
 
 def test_what_goes_wrong_leaves_the_estimate_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
