@@ -128,7 +128,8 @@ LESS_IS_BETTER = (
 )  # fmt: skip
 MORE_IS_BETTER = (
     "exact_match", "rouge_l", "chrf", "accuracy", "exact_accuracy", "blank_accuracy", "pass", "held_out_pass",
-    "hidden_pass", "acc_t1", "acc_t2", "acc_t2_empty", "acc_t2_static", "acc_t1_greedy", "acc_t2_greedy", "i2c", "fix_rate",
+    "hidden_pass", "acc_t1", "acc_t2", "acc_t2_empty", "acc_t2_static", "acc_t1_greedy", "acc_t2_greedy", "i2c",
+    "fix_rate",
 )  # fmt: skip
 
 

@@ -82,7 +82,8 @@ def test_the_table_compares_the_first_three_steps_with_the_last_ten(run: RunFile
     ("key", "change"),
     [
         ("pass", "+50.0 points better"), ("zero_variance_share", "+50.0 points worse"),
-        ("clipped_ratio", "+50.0 points worse"), ("follows_hint", "+50.0 points"), ("acc_t2_other_hint", "+50.0 points"),
+        ("clipped_ratio", "+50.0 points worse"), ("follows_hint", "+50.0 points"),
+        ("acc_t2_other_hint", "+50.0 points"),
     ],
 )  # fmt: skip
 def test_a_share_is_judged_only_where_its_direction_is_known(key: str, change: str):
