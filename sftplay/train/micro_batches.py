@@ -34,10 +34,14 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def on_device(batch: Batch, device: Any) -> Batch:
-    """Return the batch where the model is. A GPU copies it from page-locked memory while it still computes."""
+    """Return the batch where the model is. A GPU copies it from page-locked memory while it still computes.
+
+    accelerate has moved the batches of sharded runs already, and only the host's memory can be locked.
+    """
     if device.type != "cuda":
         return batch
-    return {key: value.pin_memory().to(device, non_blocking=True) for key, value in batch.items()}
+    pinned = {key: value.pin_memory() if value.device.type == "cpu" else value for key, value in batch.items()}
+    return {key: value.to(device, non_blocking=True) for key, value in pinned.items()}
 
 
 def count_labels(batch: Batch) -> Tensor:

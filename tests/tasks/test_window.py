@@ -38,6 +38,7 @@ from sftplay.train.micro_batches import (
     first_fit,
     ignores_padding,
     needs_no_mask,
+    on_device,
 )
 from sftplay.train.train_run import pad_to_multiple
 
@@ -353,3 +354,26 @@ def test_a_model_in_which_tokens_see_what_stands_behind_them_is_found_by_the_pro
     config = LlamaConfig(**HEADS)
     assert not ignores_padding(AutoModelForCausalLM.from_config(config, attn_implementation="both_ways"))
     assert ignores_padding(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
+
+
+class Placed:
+    """Stands for a tensor on a device; memory of a GPU cannot be page-locked, as torch says."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.steps = torch.device(device), []
+
+    def pin_memory(self) -> Placed:
+        if self.device.type != "cpu":
+            raise RuntimeError("cannot pin 'torch.cuda.LongTensor' only dense CPU tensors can be pinned")
+        self.steps.append("pinned")
+        return self
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Placed:
+        self.steps.append(f"{device.type}, {'without' if non_blocking else 'with'} waiting")
+        return self
+
+
+def test_rows_that_accelerate_has_moved_already_are_not_locked_in_memory():
+    batch: Any = {"input_ids": Placed("cpu"), "labels": Placed("cuda")}
+    steps = {key: value.steps for key, value in on_device(batch, torch.device("cuda")).items()}
+    assert steps == {"input_ids": ["pinned", "cuda, without waiting"], "labels": ["cuda, without waiting"]}

@@ -272,12 +272,11 @@ class Reserve:
         by_prompt = {"silent": self.zero_variance, "passes": self.turns_to_skip, "tokens": self.tokens}
         return {"position": self.position, **{key: list(counts.items()) for key, counts in by_prompt.items()}}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state()`."""
+    def restore(self, state: Mapping[str, Any], *, needs_tokens: bool) -> None:
+        """Continue from a state of `state()`. Checkpoints of an older release have no tokens of skipped groups."""
         self.position = state["position"]
         self.zero_variance, self.tokens = dict(state["silent"]), dict(state.get("tokens", []))
-        # Older checkpoints have no tokens.
-        self.turns_to_skip = dict(state["passes"]) if "tokens" in state else {}
+        self.turns_to_skip = {} if needs_tokens and "tokens" not in state else dict(state["passes"])
 
 
 class DynamicSampler:
@@ -406,7 +405,8 @@ class KeepDraws(Observer, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes")
         if saved:
-            self.trainer.dynamic_sampler.reserve.restore(saved["reserve"])
+            needs_tokens = self.trainer.cfg.grpo.skip_zero_variance
+            self.trainer.dynamic_sampler.reserve.restore(saved["reserve"], needs_tokens=needs_tokens)
             self.trainer.sampling_totals.update(saved["drawn"])
 
     def state(self) -> dict[str, Any]:

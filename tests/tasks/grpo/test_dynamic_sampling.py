@@ -155,12 +155,22 @@ def test_a_silent_prompt_passes_its_next_turns_and_comes_back():
     assert not reserve.skips_turn(20)
 
 
+def test_turns_of_an_older_checkpoint_are_skipped_where_no_tokens_are_needed():
+    reserve = Reserve(ROWS, seed=0)
+    reserve.record(10, has_zero_variance=True)
+    older = {key: value for key, value in reserve.state().items() if key != "tokens"}
+    for needs_tokens, skips in ((False, True), (True, False)):
+        copy = Reserve(ROWS, seed=0)
+        copy.restore(older, needs_tokens=needs_tokens)
+        assert copy.skips_turn(10) is skips
+
+
 def test_the_reserve_shows_every_prompt_once_before_any_comes_again_and_goes_on_from_its_state():
     reserve = Reserve(ROWS, seed=5)
     assert sorted(reserve.take(()) for _ in ROWS) == ROWS
     reserve.record(30, has_zero_variance=True)
     copy = Reserve(ROWS, seed=5)
-    copy.restore(reserve.state())
+    copy.restore(reserve.state(), needs_tokens=True)
     following = [reserve.take({0}) for _ in range(9)]
     assert following == [copy.take({0}) for _ in range(9)]
     assert not {0, 30} & set(following)
