@@ -44,6 +44,10 @@ def styled(text, style, number=None, level=0):
     return paragraph(text, f'<w:pStyle w:val="{style}"/>{place}')
 
 
+def run(inner, properties=""):
+    return f"<w:r><w:rPr>{properties}</w:rPr>{inner}</w:r>"
+
+
 def cell(inner, properties=""):
     return f"<w:tc><w:tcPr>{properties}</w:tcPr>{inner}</w:tc>"
 
@@ -132,6 +136,83 @@ def test_word_leaves_out_what_is_deleted_or_hidden_and_keeps_formulas_boxes_note
     ]
 
 
+READ = f"<w:rt>{run('<w:t>かん</w:t>')}</w:rt><w:rubyBase>{run('<w:t>漢字</w:t>')}</w:rubyBase>"
+RUBY = run(f"<w:t>a </w:t><w:ruby>{READ}</w:ruby><w:t> b</w:t>")
+HYPHEN = run("<w:t>well</w:t><w:noBreakHyphen/><w:t>known</w:t>")
+POWER = run("<w:t>10</w:t>") + run("<w:noBreakHyphen/><w:t>3</w:t>", '<w:vertAlign w:val="superscript"/>')
+
+
+def test_word_keeps_words_with_a_reading_above_and_hyphens_that_do_not_break_in_notes_too(tmp_path):
+    line = f"<w:p>{RUBY}{HYPHEN}{run('<w:t>hidden</w:t>', '<w:vanish/>')}{POWER}</w:p>"
+    cited = run('<w:footnoteReference w:id="7"/><w:endnoteReference w:id="3"/>')
+    notes = {
+        "word/footnotes.xml": f'footnotes|<w:footnote w:id="7">{line}</w:footnote>',
+        "word/endnotes.xml": f'endnotes|<w:endnote w:id="3"><w:ins>{line}</w:ins></w:endnote>',
+    }
+    found = extract(write_docx(tmp_path / "a.docx", f"{line}<w:p>{cited}</w:p>", others=notes))
+    text = "a 漢字 bwell-known10^-3"
+    assert [block.text for block in found.blocks] == [text, "[^1][^2]", f"[^1]: {text}", f"[^2]: {text}"]
+
+
+def test_word_keeps_paragraphs_and_rows_inside_content_controls_and_tracked_changes(tmp_path):
+    def control(inner):
+        return f"<w:sdt><w:sdtPr/><w:sdtContent>{inner}</w:sdtContent></w:sdt>"
+
+    def row(first, second):
+        return f"<w:tr>{cell(first)}{cell(second)}</w:tr>"
+
+    def one(text):
+        return row(paragraph(text), paragraph("x"))
+
+    body = (
+        f"<w:ins>{paragraph('added')}{control(paragraph('both'))}</w:ins><w:moveTo>{paragraph('moved')}</w:moveTo>"
+        f"<w:del>{paragraph('deleted')}</w:del><w:moveFrom>{paragraph('gone')}</w:moveFrom>"
+        f"<w:tbl>{one('head')}{control(control(one('r1')) + one('r2'))}<w:ins>{one('r3')}</w:ins>"
+        f"<w:customXml><w:customXmlPr/>{one('r4')}</w:customXml>"
+        f"{row('<w:ins>' + paragraph('r5') + '</w:ins>', paragraph('y'))}</w:tbl>"
+        f"{control('<w:ins>' + '<w:tbl>' + one('a') + one('b') + '</w:tbl>' + '</w:ins>')}"
+    )
+    found = extract(write_docx(tmp_path / "a.docx", body))
+    assert [block.text for block in found.blocks] == [
+        *("added", "both", "moved"),
+        "| head | x |\n| --- | --- |\n| r1 | x |\n| r2 | x |\n| r3 | x |\n| r4 | x |\n| r5 | y |",
+        "| a | x |\n| --- | --- |\n| b | x |",
+    ]
+
+
+def numbered_style(name, number="", level="", based_on=""):
+    place = (f'<w:ilvl w:val="{level}"/>' if level else "") + (f'<w:numId w:val="{number}"/>' if number else "")
+    above = f'<w:basedOn w:val="{based_on}"/>' if based_on else ""
+    inner = f"{above}<w:pPr><w:numPr>{place}</w:numPr></w:pPr>" if place else above
+    return f'<w:style w:type="paragraph" w:styleId="{name}"><w:name w:val="{name}"/>{inner}</w:style>'
+
+
+def test_word_headings_and_items_are_numbered_at_the_depth_that_their_style_says(tmp_path):
+    styles = (
+        numbered_style("heading 1", "1")
+        + numbered_style("heading 2", level="1", based_on="heading 1")
+        + numbered_style("item", "3")
+        + numbered_style("item 2", "3", "1")
+        + numbered_style("own", based_on="item 2")
+        + numbered_style("none", "0", based_on="item")
+    )
+    shape = NUMBERING.partition('<w:abstractNum w:abstractNumId="2"')[0].replace('NumId="1"', 'NumId="3"')
+    numbering = shape + NUMBERING + '<w:num w:numId="3"><w:abstractNumId w:val="3"/></w:num>'
+    body = (
+        *(styled("One", "heading 1"), styled("Part", "heading 2"), styled("Part", "heading 2")),
+        *(styled("Two", "heading 1"), styled("Part", "heading 2"), styled("Free", "heading 2", "0")),
+        *(styled("a", "item", "3"), styled("b", "item 2"), styled("c", "own"), styled("d", "item")),
+        paragraph("e", '<w:pStyle w:val="item"/><w:numPr><w:ilvl w:val="1"/></w:numPr>'),
+        styled("no item", "none"),
+    )
+    found = extract(write_docx(tmp_path / "a.docx", "".join(body), styles=styles, numbering=numbering))
+    assert [block.text for block in found.blocks] == [
+        *("# 1 One", "## 1.a Part", "## 1.b Part", "# 2 Two", "## 2.a Part", "## Free"),
+        "1. a\n   1. b\n   2. c\n2. d\n   1. e",
+        "no item",
+    ]
+
+
 def test_a_word_document_saved_as_strict_open_xml_is_the_same(tmp_path):
     path = write_docx(tmp_path / "a.docx", styled("Title", "Titre") + paragraph("Text."), styles=STYLES)
     strict = {name: data.replace(WORD, STRICT) for name, data in read_parts(path).items()}
@@ -164,6 +245,24 @@ def test_opendocument_texts_keep_headings_nested_lists_tables_and_spaces(tmp_pat
         ("paragraph", "a  b\nc"),
         ("list", "1. one\n   - deep"),
         ("table", "| wide |  |\n| --- | --- |\n| l | r |"),
+    ]
+
+
+def test_opendocument_keeps_numbered_paragraphs_and_frames_and_leaves_out_readings_and_page_numbers(tmp_path):
+    frame = "<draw:frame><draw:text-box><text:p>framed</text:p></draw:text-box></draw:frame>"
+    row = f"<table:table-row><table:table-cell>{frame}</table:table-cell><table:table-cell><text:p>x</text:p>"
+    row = f"<table:table>{row}</table:table-cell></table:table-row></table:table>"
+    body = (
+        "<text:p>x<text:ruby><text:ruby-base>漢字</text:ruby-base><text:ruby-text>かん</text:ruby-text></text:ruby> y, "
+        "page<text:page-number>4</text:page-number> of 9<text:bookmark-ref>here</text:bookmark-ref>.</text:p>"
+        '<text:numbered-paragraph><text:number>1.</text:number><text:h text:outline-level="2">Part</text:h>'
+        "</text:numbered-paragraph><text:numbered-paragraph><text:p>item</text:p></text:numbered-paragraph>"
+        f"{frame}<draw:custom-shape><text:p>shape</text:p></draw:custom-shape>{row}"
+    )
+    found = extract(write_odf(tmp_path / "a.odt", body))
+    assert [block.text for block in found.blocks] == [
+        *("x漢字 y, page of 9.", "## Part", "item", "framed", "shape"),
+        "| framed | x |\n| --- | --- |",
     ]
 
 

@@ -6,7 +6,7 @@ import io
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,12 @@ CONTENTS = re.compile(r"toc (?:\d|heading)|contents \d|table of figures|contents
 DEEPEST = 20
 """Longest chain of styles that are based on each other; it ends a cycle."""
 
+NOTES = ("word/footnotes.xml", "word/endnotes.xml")
+AROUND = tuple(f"{W}{name}" for name in ("sdt", "ins", "moveTo", "customXml"))
+"""Elements around blocks that add nothing to read: content controls and tracked changes."""
+
+BLOCKS = tuple(f"{W}{name}" for name in ("p", "tbl", "tr"))
+
 
 def read_word(path: Path, encoding: str) -> Extracted:
     """Return title and blocks; deleted and hidden text and tables of contents are left out."""
@@ -146,8 +152,15 @@ def read_word(path: Path, encoding: str) -> Extracted:
         if document is None or document.find(f"{W}body") is None:
             raise Unreadable("broken", "the archive holds no Word document")
         need("anydoc", kind="Word")
-        named, title = core_title(archive), _prepare_word(document, archive.tree("word/styles.xml"))
+        named, found = core_title(archive), archive.tree("word/styles.xml")
+        styles = {attribute(style, "styleId"): style for style in found.iter(f"{W}style")} if found is not None else {}
+        title = _prepare_word(document, styles)
         parts = archive.read_xml_parts() | {"word/document.xml": _serialize(document)}
+    for name in NOTES:
+        if parts.get(name):
+            notes = parse_xml(parts[name], name)
+            _prepare_word(notes, styles)
+            parts[name] = _serialize(notes)
     blocks = list(_Converter(parts, "docx").read())
     if title:  # the title is above the headings of the first level
         is_title = [block.level and block.text.lstrip("# ") == title for block in blocks]
@@ -160,39 +173,95 @@ def read_word(path: Path, encoding: str) -> Extracted:
     return Extracted(title or named or find_heading(blocks) or path.stem, tuple(blocks))
 
 
-def _prepare_word(document: Any, styles: Any) -> str:
-    """Remove hidden runs and tables of contents, mark powers; return the text of the first title."""
-    names = {}
-    for style in styles.iter(f"{W}style") if styles is not None else ():
-        names[attribute(style, "styleId")] = attribute(style.find(f"{W}name"), "val") or ""
+def _prepare_word(root: Any, styles: dict[str | None, Any]) -> str:
+    """Remove hidden runs and tables of contents, mark powers; return the text of the first title.
+
+    What anydoc passes over is written so that it finds it: blocks in content controls and tracked changes, numberings
+    of styles, the words below ruby, and hyphens that do not break.
+    """
     title = ""
-    for block in list(document.iter(f"{W}docPartGallery")):
+    numbers: dict[str | None, tuple[str, str]] = {}
+    for block in list(root.iter(f"{W}docPartGallery")):
         if attribute(block, "val") == "Table of Contents":
             part = next(block.iterancestors(f"{W}sdt"), None)
             if part is not None:
                 part.getparent().remove(part)
-    for paragraph in list(document.iter(f"{W}p")):
-        name = names.get(attribute(paragraph.find(f"{W}pPr/{W}pStyle"), "val"), "")
+    for around in reversed(list(root.iterdescendants(*AROUND))):
+        inner = around.find(f"{W}sdtContent") if around.tag == f"{W}sdt" else around
+        if inner is not None and any(child.tag in BLOCKS for child in inner):
+            _replace(around, inner)
+    for paragraph in list(root.iter(f"{W}p")):
+        properties = paragraph.find(f"{W}pPr")
+        style_id = attribute(properties.find(f"{W}pStyle"), "val") if properties is not None else None
+        if style_id not in styles:
+            continue
+        name = attribute(styles[style_id].find(f"{W}name"), "val") or ""
+        if style_id not in numbers:
+            numbers[style_id] = _find_number(style_id, styles)
         if CONTENTS.fullmatch(name.strip()):
             paragraph.getparent().remove(paragraph)
         elif name.lower() == "title" and not title:
             title = " ".join("".join(text.text or "" for text in paragraph.iter(f"{W}t")).split())
-    for run in list(document.iter(f"{W}r")):
+        elif numbers[style_id][0]:
+            _number(properties, *numbers[style_id])
+    for hyphen in root.iter(f"{W}noBreakHyphen"):
+        hyphen.tag, hyphen.text = f"{W}t", "-"
+    for run in list(root.iter(f"{W}r")):
         properties = run.find(f"{W}rPr")
         if properties is None:
             continue
         if properties.find(f"{W}vanish") is not None:
             run.getparent().remove(run)
         elif attribute(properties.find(f"{W}vertAlign"), "val") == "superscript":
-            text = run.find(f"{W}t")
-            if text is not None and (text.text or "").strip().lstrip("-+−").isdecimal():
-                text.text = f"^{(text.text or '').strip()}"
+            texts = run.findall(f"{W}t")
+            power = "".join(text.text or "" for text in texts).strip()
+            if power.lstrip("-+−").isdecimal():
+                for place, text in enumerate(texts):
+                    text.text = "" if place else f"^{power}"
+    for ruby in reversed(list(root.iterdescendants(f"{W}ruby"))):
+        _replace(ruby, [part for run in ruby.iterfind(f"{W}rubyBase//{W}r") for part in run if part.tag != f"{W}rPr"])
     return title
 
 
+def _find_number(style_id: str | None, styles: dict[str | None, Any]) -> tuple[str, str]:
+    """Return the numbering of a style's paragraphs and their depth in it; empty where the style names none."""
+    depth = ""
+    for _ in range(DEEPEST):
+        if style_id not in styles:
+            break
+        found = styles[style_id].find(f"{W}pPr/{W}numPr")
+        if found is not None:
+            depth = depth or attribute(found.find(f"{W}ilvl"), "val") or "0"
+            if number := attribute(found.find(f"{W}numId"), "val"):
+                return number, depth
+        style_id = attribute(styles[style_id].find(f"{W}basedOn"), "val")
+    return "", ""
+
+
+def _number(properties: Any, number: str, depth: str) -> None:
+    """Write a style's numbering into a paragraph that names none itself: anydoc leaves out the style's depth."""
+    from lxml import etree
+
+    place = properties.find(f"{W}numPr")
+    if place is None:
+        place = etree.SubElement(properties, f"{W}numPr")
+    if place.find(f"{W}numId") is None:
+        for name, value in (("ilvl", depth), ("numId", number)):
+            if place.find(f"{W}{name}") is None:
+                etree.SubElement(place, f"{W}{name}", {f"{W}val": value})
+
+
+TEXT = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}"
+DRAWN = "{urn:oasis:names:tc:opendocument:xmlns:drawing:1.0}"
+HOLDERS = ("text", "section", "text-box", "list-item", "list-header", "table-cell")
+"""Elements that hold paragraphs. A frame may stand there by itself."""
+
 OPENDOCUMENT = {"text": "odt", "presentation": "odp", "spreadsheet": "ods"}
-REMOVED = ("annotation", "annotation-end", "table-of-content", "notes", "alphabetical-index", "illustration-index")
-"""Parts without text of the document: comments, speaker's notes, indexes with page numbers."""
+REMOVED = (
+    *("annotation", "annotation-end", "table-of-content", "notes", "alphabetical-index", "illustration-index"),
+    *("ruby-text", "page-number", "bookmark-ref"),
+)
+"""Parts without text of the document: comments, speaker's notes, indexes with page numbers, readings of words."""
 
 
 def read_opendocument(path: Path, encoding: str) -> Extracted:
@@ -221,17 +290,27 @@ def read_opendocument(path: Path, encoding: str) -> Extracted:
 
 
 def _prepare_opendocument(content: Any) -> str:
-    """Remove what is no text of the document, make titles headings; return the first title."""
+    """Remove what is no text of the document, make titles headings; return the first title.
+
+    anydoc finds no numbered paragraphs, and a frame only in a paragraph.
+    """
     parents = {
         attribute(style, "name"): attribute(style, "parent-style-name")
         for style in content.iter()
         if local(style) == "style"
     }
     title = ""
-    for element in list(content.iter()):
-        if local(element) in REMOVED:
+    for element in list(content.iterdescendants()):
+        name, above = local(element), element.getparent()
+        if name in REMOVED:
             _remove(element)
-        elif local(element) == "p":
+        elif name == "numbered-paragraph":
+            _replace(element, element)
+        elif name and element.tag.startswith(DRAWN) and local(above) in HOLDERS:
+            holder = element.makeelement(f"{TEXT}p")
+            above.replace(element, holder)
+            holder.append(element)
+        elif name == "p":
             style = attribute(element, "style-name")
             for _ in range(DEEPEST):
                 style = parents.get(style) or style
@@ -249,6 +328,13 @@ def _remove(element: Any) -> None:
     else:
         parent.text = (parent.text or "") + (element.tail or "")
     parent.remove(element)
+
+
+def _replace(element: Any, inner: Iterable[Any]) -> None:
+    """Put in an element's place what is in it."""
+    for child in list(inner):
+        element.addprevious(child)
+    _remove(element)
 
 
 def _serialize(root: Any) -> bytes:
