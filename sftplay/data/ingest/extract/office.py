@@ -210,7 +210,8 @@ def _prepare_word(root: Any, styles: dict[str | None, Any]) -> str:
         properties = run.find(f"{W}rPr")
         if properties is None:
             continue
-        if properties.find(f"{W}vanish") is not None:
+        hidden = properties.find(f"{W}vanish")
+        if hidden is not None and attribute(hidden, "val") not in ("0", "false", "off"):
             run.getparent().remove(run)
         elif attribute(properties.find(f"{W}vertAlign"), "val") == "superscript":
             texts = run.findall(f"{W}t")
