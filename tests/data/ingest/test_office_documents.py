@@ -116,7 +116,8 @@ def test_word_tables_keep_merged_and_nested_cells_without_loss_of_text(tmp_path)
 def test_word_leaves_out_what_is_deleted_or_hidden_and_keeps_formulas_boxes_notes_and_code(tmp_path):
     fraction = "<m:f><m:num><m:r><m:t>a</m:t></m:r></m:num><m:den><m:r><m:t>b</m:t></m:r></m:den></m:f>"
     body = (
-        '<w:p><w:r><w:rPr><w:vanish w:val="0"/></w:rPr><w:t xml:space="preserve">Kept </w:t></w:r><w:ins><w:r><w:t>added</w:t></w:r></w:ins>'
+        '<w:p><w:r><w:rPr><w:vanish w:val="0"/></w:rPr><w:t xml:space="preserve">Kept </w:t></w:r>'
+        "<w:ins><w:r><w:t>added</w:t></w:r></w:ins>"
         "<w:del><w:r><w:delText>gone</w:delText></w:r></w:del><w:r><w:rPr><w:vanish/></w:rPr><w:t>hidden</w:t></w:r>"
         '<w:r><w:footnoteReference w:id="7"/></w:r></w:p>'
         f'<w:p><w:r><w:t xml:space="preserve">It is </w:t></w:r><m:oMath>{fraction}</m:oMath></w:p>'
