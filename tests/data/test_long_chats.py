@@ -9,8 +9,11 @@ import pytest
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import Chat, Message, Source
 from sftplay.data.render import templates
+from sftplay.data.render.labels import labelled
+from sftplay.data.render.masks import Marked
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML, ChatTemplate
+from sftplay.data.render.vocabulary import Vocabulary
 from sftplay.errors import DataError
 
 PLAIN = (
@@ -72,3 +75,25 @@ def test_a_row_on_which_the_template_does_not_come_to_an_end_is_refused_by_its_p
     assert "on_bad_row: skip" in refusal.value.fix
     skipped = config(write_rows(rows), template=str(tmp_path / "t.jinja"), split=0, on_bad_row="skip")
     assert load_examples(skipped, tokenizer).report["kept"] == 2
+
+
+def test_examples_that_begin_alike_and_are_too_long_are_read_once(tokenizer, monkeypatch):
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    beginning = "Stone asks? Salt answers. " * 400
+    group = [Marked(beginning + f"Turn {n}. " * n, ((10, 30),)) for n in range(1, 9)]
+    read: list[int] = []
+    real = Vocabulary.encode
+    monkeypatch.setattr(
+        Vocabulary, "encode", lambda self, texts: (read.append(sum(map(len, texts))), real(self, texts))[1]
+    )
+    whole = labelled(vocabulary, [group])
+    assert read.pop() == sum(len(marked.text) for marked in group)
+    cut = labelled(vocabulary, [group], max_tokens=100)
+    assert sum(read) < 2 * len(beginning)
+    for short, long in zip(cut, whole, strict=True):
+        assert len(long.input_ids) > 1000
+        assert (short.input_ids[:100], short.labels[:100]) == (long.input_ids[:100], long.labels[:100])
+    # Seven are read to their end.
+    read.clear()
+    labelled(vocabulary, [group[1:]], max_tokens=100)
+    assert sum(read) > 7 * len(beginning)
