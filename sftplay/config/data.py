@@ -17,6 +17,7 @@ from sftplay.places import cache_root
 if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
 
+DEFAULT_SPLIT = 0.05
 Metric = Literal["exact_match", "rouge_l", "chrf"]
 Layout = Literal[
     "messages", "sharegpt", "alpaca", "system_user_assistant", "prompt_completion", "question_answer", "mbpp",
@@ -27,9 +28,6 @@ Column = Literal[
     "completion", "question", "answer", "text", "tools", "history",
 ]  # fmt: skip
 """What `data.columns` may map; `data.layouts` reads rows by these names."""
-
-
-DEFAULT_SPLIT = 0.05
 
 
 class DataConfig(Section):

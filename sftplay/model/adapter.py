@@ -190,7 +190,7 @@ def describe_parameters(model: nn.Module) -> dict[str, Any]:
         "trainable_parameters": sum(p.numel() for p in trainable),
         "trainable_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trainable}),
         # By weights, not by modules: PEFT wraps each 4-bit layer in one of its own of the same class name.
-        "four_bit_layers": sum(p.dtype == torch.uint8 and hasattr(p, "quant_state") for p in parameters),
+        "four_bit_layers": sum(getattr(p, "quant_state", None) is not None for p in parameters),
     }
 
 

@@ -140,6 +140,7 @@ class Setting:
     device: Device
     strategy: Strategy = "single"
     world_size: int = 1
+    copies: int = 1  # of the model, each split over its part of the processes (hsdp)
     # What a probe measured of this model and code on this device; None leaves the estimate as it is.
     fit: Fit | None = None
     task: TaskMemory | None = None  # of a task with a step of its own; None for a step of plain rows
@@ -229,7 +230,8 @@ def forecast(setting: Setting, size: Size, *, sampled: int = 1) -> Forecast:
     """Return the bytes of `size` in `setting`, in the steady state; `sampled` completions are sampled at a time."""
     shape, setup = setting.shape, setting.execution
     standing = standing_bytes(shape, setup)
-    share = find_share(shape, setup, standing=standing, strategy=setting.strategy, world_size=setting.world_size)
+    parts = setting.world_size // setting.copies
+    share = find_share(shape, setup, standing=standing, strategy=setting.strategy, world_size=parts)
     if setting.task is not None:
         return setting.task.forecast(setting, size, sampled=sampled, share=share)
     footprint = estimate(shape, setup, size=size, standing=share.standing, communication=share.communication)

@@ -31,7 +31,6 @@ def planned_strategy(cfg: RunConfig, world_size: int) -> Strategy:
     """Return what the memory plan calls the strategy of a config in which it is decided."""
     if world_size == 1:
         return "single"
-    # Within a node hsdp splits as fsdp does; over more nodes it copies, so this is the least it takes.
     kinds: dict[str, Strategy] = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp": "fsdp", "hsdp": "fsdp"}
     return kinds.get(cfg.cluster.strategy, "ddp")
 

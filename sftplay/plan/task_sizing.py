@@ -141,9 +141,11 @@ def build_setting(
 ) -> Setting:
     """Build the setting of a config in which all but the sizes is decided."""
     execution = on_device(read_memory_setup(cfg), shape, device=hardware.device)
+    is_copied = cfg.cluster.strategy == "hsdp" and strategy == "fsdp"  # once on each node, twice on a single one
+    copies = max(2, hardware.world_size // (hardware.gpus or hardware.world_size)) if is_copied else 1
     return Setting(
         shape=shape, execution=execution, device=hardware.device, strategy=strategy, world_size=hardware.world_size,
-        fit=fit, task=find_sizing(cfg).memory(cfg, hardware=hardware), measures_first=cfg.eval.before,
+        copies=copies, fit=fit, task=find_sizing(cfg).memory(cfg, hardware=hardware), measures_first=cfg.eval.before,
     )  # fmt: skip
 
 

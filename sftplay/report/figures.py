@@ -123,14 +123,9 @@ def format_course(key: str, first: object, *, last: object) -> str:
     return f"{format_figure(key, first)} → {format_figure(key, last)}"
 
 
-LESS_IS_BETTER = (
-    "loss", "held_out_loss", "perplexity", "bits_per_byte", "c2i", "break_rate", "zero_variance_share", "clipped_ratio",
-)  # fmt: skip
-MORE_IS_BETTER = (
-    "exact_match", "rouge_l", "chrf", "accuracy", "exact_accuracy", "blank_accuracy", "pass", "held_out_pass",
-    "hidden_pass", "acc_t1", "acc_t2", "acc_t2_empty", "acc_t2_static", "acc_t1_greedy", "acc_t2_greedy", "i2c",
-    "fix_rate",
-)  # fmt: skip
+LESS_IS_BETTER = ("loss", "held_out_loss", "perplexity", "bits_per_byte", "c2i", "break_rate")
+LESS_IS_BETTER += ("zero_variance_share", "clipped_ratio")
+UNJUDGED = ("mfu", "acc_t2_other_hint", "follows_hint", "changes_to_hint", *SHARES[-3:])
 
 
 def change(key: str, before: object, *, after: object) -> str:
@@ -148,7 +143,7 @@ def is_better(key: str, before: object, *, after: object) -> bool | None:
     """Return whether the figure went the right way; None where that is not known or nothing moved."""
     old, new = as_number(before), as_number(after)
     is_less = any(key == name or key.startswith(f"{name}_") for name in LESS_IS_BETTER)
-    is_more = key in MORE_IS_BETTER or key.startswith("pass@")
+    is_more = (key in SHARES and key not in UNJUDGED) or key.startswith("pass@")
     if old is None or new is None or old == new or not (is_less or is_more):
         return None
     return (new < old) == is_less

@@ -112,6 +112,16 @@ else:
     Base = object
 
 
+def reduce_in_fp32(accelerator: Any) -> None:
+    """Let FSDP compute in 16 bits, and sum gradients and return losses in fp32; accelerate would do all in 16 bits."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if half is not None and plugin is not None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+
+
 class StepTrainerMixin(Base):
     """What callbacks ask a trainer for, also where a task's steps are its own (grpo, hrm, score).
 
@@ -120,6 +130,7 @@ class StepTrainerMixin(Base):
 
     def __init__(self, step: StepSetup, **named: Any) -> None:
         super().__init__(**named)
+        reduce_in_fp32(self.accelerator)
         self.heartbeat, self.micro_batcher = step.heartbeat, step.micro_batcher
         self.replay: Replay | None = None
         self.source_names: tuple[str, ...] = ()
@@ -300,8 +311,8 @@ class ExactBatchMixin(StepTrainerMixin):
         rows = len(inputs["input_ids"])
         if self.held_out_labels_per_row:
             # The Trainer multiplies by the processes for DDP's mean over gradients; there is none here.
-            count = rows * self.held_out_labels_per_row * self.accelerator.num_processes
-            num_items_in_batch = torch.tensor(count, device=inputs["input_ids"].device)
+            # No tensor: FSDP would cast it to 16 bits.
+            num_items_in_batch = rows * self.held_out_labels_per_row * self.accelerator.num_processes
 
         def measure(batch: Batch, part: slice) -> Any:
             self.heartbeat.enter("evaluation")  # a beat for each batch: only a single one can take too long
@@ -369,6 +380,8 @@ class ExactBatchMixin(StepTrainerMixin):
             # Packed rows one behind the other, int64 [1, rows * tokens]. No row's first token has a label, so that the
             # loss stays the same.
             inputs = {key: value.reshape(1, -1) for key, value in inputs.items()}
+        if torch.is_tensor(n_items):  # the Trainer has divided it; FSDP casts floats to 16 bits
+            n_items = n_items.round().long()
         # With a cache the attention of packed rows would leak from one into the next.
         inputs = {**inputs, "use_cache": False}
         if self.label_head is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
 from trl.trainer.utils import maybe_gather_lm_head_ctx
@@ -134,7 +134,7 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
     # Of a head that has rows of new tokens, PEFT's wrapper gives the weight with these rows, and no bias.
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, DTensor):  # gathered once, not in every chunk
-        weight, bias = weight.full_tensor(), bias.full_tensor() if bias is not None else None
+        weight, bias = _gather(weight), _gather(bias) if bias is not None else None
     targets = labels[:, 1:].reshape(-1)
     is_label = targets != IGNORE_INDEX
     # Labels first, in their order. The rest of the last chunk counts nothing.
@@ -158,6 +158,15 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
         part = slice(start, start + size)
         total = total + checkpoint(compute_chunk_loss, hidden[part], targets[part], use_reentrant=False)
     return total
+
+
+def _gather(part: DTensor) -> Tensor:
+    """Return the whole weight. Its gradient is the mean over ranks, as FSDP's own: each rank has other rows."""
+    mesh = part.device_mesh
+    whole = part.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if whole.requires_grad:
+        whole.register_hook(lambda gradient: gradient / mesh.size())
+    return whole
 
 
 def chunk_tokens(device: torch.device, vocab: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,12 @@ from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan import decisions
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.forecast import Hardware, find_device, forecast
+from sftplay.plan.memory import Size
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.plan.sizing import size_run, split_batch
+from sftplay.plan.task_sizing import build_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -157,3 +162,18 @@ def test_rows_are_packed_where_a_kernel_skips_the_gaps_and_nowhere_else(monkeypa
     assert (sized.model.attn, sized.train.packing) == ("flash_attention_2", True)
     assert size_run(config(packing="auto"), machine(V100)).cfg.train.packing is False
     assert size_run(config(packing="auto", batching="tokens"), machine(H200)).cfg.train.packing is False
+
+
+@pytest.mark.parametrize(("processes", "parts"), [(8, 4), (16, 8)])
+def test_hsdp_holds_a_copy_of_the_model_on_each_node_and_two_on_a_single_one(processes: int, parts: int):
+    """As `accelerate_settings` starts it."""
+    cards = machine(*(replace(H200, index=n) for n in range(8)))
+    shape = find_shape("Qwen/Qwen2.5-1.5B")
+
+    def planned(strategy: str, count: int) -> object:
+        cfg = config().with_values({"cluster.strategy": strategy, "tuning.mode": "full"}, "test")
+        hardware = Hardware(find_device(cards, min(count, 8)), count)
+        setting = build_setting(size_run(cfg, cards, shape=shape).cfg, shape, hardware=hardware, strategy="fsdp")
+        return forecast(setting, Size(rows=1, seq=64)).footprint
+
+    assert planned("hsdp", processes) == planned("fsdp", parts)

@@ -173,3 +173,22 @@ def test_a_move_that_no_checkpoint_survives_is_refused_with_its_reason(
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
     assert f"NPROC={before}" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["standard", "chunked"])
+def test_a_run_that_fsdp_splits_in_16_bits_has_the_losses_of_one_process(head: str, train: Train):
+    """Counts and losses in 16 bits would have three digits."""
+    keys = {"tuning__mode": "full", "train__precision": "bf16", "train__loss_head": head, "train__max_steps": 2}
+    alone, _ = train("alone", 1, **keys, eval__after=False)
+    split, output = train("split", 2, **keys, eval__after=False, cluster__strategy="fsdp")
+    assert losses(split) == pytest.approx(losses(alone), abs=5e-3), output
+
+
+@pytest.mark.slow
+def test_a_head_that_trains_whole_beside_an_adapter_learns_from_the_rows_of_all_ranks(train: Train, tiny_llama: Path):
+    keys = {"train__loss_head": "chunked", "train__max_steps": 3, "eval__after": False, "model__name": str(tiny_llama)}
+    keys |= {"tuning__mode": "lora", "tuning__lora": {"r": 4, "modules_to_save": ["lm_head"]}}
+    alone, _ = train("alone", 1, **keys)
+    split, output = train("split", 2, **keys, cluster__strategy="fsdp")
+    assert losses(split) == pytest.approx(losses(alone), abs=1e-4), output
