@@ -230,8 +230,8 @@ def forecast(setting: Setting, size: Size, *, sampled: int = 1) -> Forecast:
     """Return the bytes of `size` in `setting`, in the steady state; `sampled` completions are sampled at a time."""
     shape, setup = setting.shape, setting.execution
     standing = standing_bytes(shape, setup)
-    parts = setting.world_size // setting.copies
-    share = find_share(shape, setup, standing=standing, strategy=setting.strategy, world_size=parts)
+    holders = setting.world_size // setting.copies
+    share = find_share(shape, setup, standing=standing, strategy=setting.strategy, world_size=holders)
     if setting.task is not None:
         return setting.task.forecast(setting, size, sampled=sampled, share=share)
     footprint = estimate(shape, setup, size=size, standing=share.standing, communication=share.communication)
