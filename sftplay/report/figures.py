@@ -123,7 +123,7 @@ def format_course(key: str, first: object, *, last: object) -> str:
     return f"{format_figure(key, first)} → {format_figure(key, last)}"
 
 
-LESS_IS_BETTER = ("loss", "held_out_loss", "perplexity", "bits_per_byte", "c2i", "break_rate", "zero_variance", "clipped")
+LESS_IS_BETTER = ("loss", "held_out_loss", "perplexity", "bits_per_byte", "c2i", "break_rate", "zero", "clipped")
 UNJUDGED = ("mfu", "acc_t2_other_hint", "follows_hint", "changes_to_hint", *SHARES[-3:])
 
 
