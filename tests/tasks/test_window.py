@@ -212,6 +212,13 @@ def test_scores_at_labelled_positions_alone_give_the_loss_and_gradients_of_all_s
     assert model(input_ids=window["input_ids"]).logits.shape == whole.logits.shape
 
 
+def test_a_model_that_waits_for_flash_attention_on_a_gpu_has_its_head_proven(tiny_llama: Path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model.config._attn_implementation = "flash_attention_2"
+    assert prove_label_head(model)[1] == ""
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
 @pytest.mark.parametrize("head", ["standard", "chunked"])
 def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
     head: str, trainers: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
