@@ -160,9 +160,8 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
     # One chunk without any label still reaches every weight, which DDP and FSDP wait for.
     size = chunk_tokens(hidden.device, weight.shape[0])
     chunks = max(1, -(-int(is_label.sum()) // size))
-    if (
-        hidden.device.type == "cuda" and not weight.requires_grad
-    ):  # once; chunks of a gradient are summed in its precision
+    # Cast once, unless it trains: its gradient is the sum over chunks, in fp32.
+    if hidden.device.type == "cuda" and not weight.requires_grad:
         weight = weight.to(hidden.dtype)
 
     def compute_chunk_loss(hidden: Tensor, targets: Tensor) -> Tensor:

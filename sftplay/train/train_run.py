@@ -93,7 +93,7 @@ class RunSetup:
             rows, micro_batches = int(train.batch_size), int(train.grad_accum)
         # Otherwise FSDP keeps the whole gradient, in 16 bits, until the last micro-batch; the plan counts a shard.
         is_fsdp = self.is_sharded and cfg.cluster.strategy in ("fsdp", "hsdp")
-        synced = {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if is_fsdp else {}
+        sums = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}} if is_fsdp else {}
         return {
             "output_dir": str(self.folder.checkpoints),
             "run_name": self.folder.name,
@@ -120,7 +120,7 @@ class RunSetup:
             "data_seed": cfg.seed,
             "dataloader_num_workers": train.dataloader_num_workers,
             "dataloader_pin_memory": train.dataloader_pin_memory,
-            **({"accelerator_config": synced} if synced else {}),
+            **sums,
             **self._device_arguments(),
             **self._intervals(has_held_out),
             **as_named_here(train.extra),
