@@ -13,13 +13,14 @@ from sftplay.runs.finished_run import open_run, prepare_environment
 def merge(args: Namespace) -> int:
     """`merge`, `merge-bf16`: the adapter and its base as one model, in merged/ or merged-<dtype>/ of the run."""
     cfg, folder = open_run(args)
-    from sftplay.export.merge import check_target
-    from sftplay.export.merge import merge as merge_run
+    from sftplay.export.target import check_target
 
     usual = folder.path / "merged"
     out = Path(args.out) if args.out else usual.with_name(f"merged-{args.dtype}") if args.dtype else usual
     check_target(out)
     prepare_environment(cfg)
+    from sftplay.export.merge import merge as merge_run
+
     merge_run(cfg, folder, out=out, dtype=args.dtype)
     check = "make merge-test" if out == usual else f'make merge-test MERGED="{out}"'
     log.say(f"merged model: {out}; compare it with the adapter by `{check}`", "merge")
@@ -43,7 +44,7 @@ def merge_test(args: Namespace) -> int:
 def export(args: Namespace) -> int:
     """`export`: a folder that stands alone, in export/ of the run."""
     cfg, folder = open_run(args)
-    from sftplay.export.merge import check_target
+    from sftplay.export.target import check_target
 
     out = Path(args.out) if args.out else folder.path / "export"
     check_target(out)

@@ -22,7 +22,6 @@ from sftplay.errors import MachineError
 from sftplay.export.merge import (
     SHARD_BYTES,
     Dtype,
-    check_target,
     find_base_file,
     merged_model,
     save_whole,
@@ -30,6 +29,7 @@ from sftplay.export.merge import (
     write_folder,
 )
 from sftplay.export.model_card import PublicRun, write_card
+from sftplay.export.target import check_target
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.source import BUILTIN, is_local

@@ -23,6 +23,7 @@ from sftplay import __version__, log
 from sftplay.atomic import locked, use_umask
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.export.target import check_target
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line, quieten_hub
 from sftplay.model.load import merge_adapter
@@ -174,12 +175,6 @@ def adapter_digest(folder: RunFolder) -> str:
 
 SLACK_BYTES = 64 * 2**20
 """Room kept for tokenizer, configs and the file system's own tables."""
-
-
-def check_target(out: Path) -> None:
-    """Refuse to write over anything: raise ConfigError where `out` exists."""
-    if out.exists() or out.is_symlink():
-        raise ConfigError("exists already", where=str(out), fix="remove it, or name another folder with OUT=")
 
 
 def write_folder(out: Path, weight_bytes: int, *, fill: Callable[[Path], None]) -> Path:

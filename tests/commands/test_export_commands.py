@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from transformers import AutoModelForCausalLM
 from sftplay import cli
 from sftplay.export import server
 from sftplay.machine.ports import HOST
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
 
@@ -162,3 +166,12 @@ def test_serve_on_a_port_in_use_is_refused_before_anything_is_loaded(call: Any, 
     assert code == 3
     assert "something listens here already" in err
     assert "loading libraries" not in out
+
+
+@pytest.mark.parametrize("verb", ["merge", "export"])
+def test_a_folder_that_is_there_is_refused_before_a_library_is_imported(verb: str, run: Finished, config: Path):
+    words = [verb, "--config", str(config), "--out", str(run.folder.path / "adapter")]
+    ends = f"print(cli.main({words!r}), {{'torch', 'huggingface_hub'}} & set(sys.modules))"
+    code = f"import sys; from sftplay import cli; {ends}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[-2] == "2 set()", done.stdout + done.stderr
