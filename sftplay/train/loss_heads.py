@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -19,7 +17,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, ran_out_of_memory
 from sftplay.train.eval_mode import eval_mode
-from sftplay.train.upstream import find_attention
+from sftplay.train.upstream import attention_for_host
 
 PROOF_TOKENS = 8
 PROOF_TOLERANCE = 1e-2
@@ -79,20 +77,6 @@ def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
         head.handle.remove()
         return None, why
     return head, ""
-
-
-@contextmanager
-def attention_for_host(model: Any) -> Iterator[None]:
-    """Inside, a model in the host's memory, which will be split over GPUs, attends without flash attention."""
-    config, attention = model.config.get_text_config(), find_attention(model)
-    waits = "flash" in attention and model.get_input_embeddings().weight.device.type == "cpu"
-    if waits:
-        config._attn_implementation = "sdpa"
-    try:
-        yield
-    finally:
-        if waits:
-            config._attn_implementation = attention
 
 
 def proof_rows(model: Any) -> tuple[Tensor, Tensor]:

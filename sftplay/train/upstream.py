@@ -130,6 +130,21 @@ def find_attention(model: Any) -> str:
     return str(getattr(model.config.get_text_config(), "_attn_implementation", ""))
 
 
+@contextmanager
+def attention_for_host(model: Any) -> Iterator[None]:
+    """Inside, a model in the host's memory, which will be split over GPUs, attends without flash attention
+    (transformers 5.17, configuration_utils.py)."""
+    config, attention = model.config.get_text_config(), find_attention(model)
+    waits = "flash" in attention and model.get_input_embeddings().weight.device.type == "cpu"
+    if waits:
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        if waits:
+            config._attn_implementation = attention
+
+
 def on_one_gpu(arguments: Any) -> Any:
     """Return the training arguments for one GPU a process, however many it sees: the Trainer would copy the model to
     each (transformers 5.17, training_args.py, `n_gpu`)."""
