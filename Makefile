@@ -164,8 +164,6 @@ submit: $(READY) ## queue a run as a SLURM job: CONFIG= (NODES=, GPUS_PER_NODE= 
 	  $(call flag,--gres,GRES) $(call flag,--time,TIME) $(call flag,--partition,PARTITION) $(call flag,--nproc,NPROC) \
 	  $(call flag,--sbatch,SBATCH) $(call flag,--server-sbatch,SERVER_SBATCH) $(call flag,--setup,SETUP) \
 	  $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
-status: $(READY) ## the SLURM job of a run, or of all runs: RUN= (CONFIG=, JSON=1)
-	@$(SFTPLAY) status $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 logs: $(READY) ## the last lines of a run's job: RUN= (N=50, WATCH=1)
 	@$(SFTPLAY) logs $(WHICH) $(RUNNAME) $(COUNT) $(call switch,--watch,WATCH) $(JSONFLAG) $(WORDS)
 cancel: $(READY) ## stop a run's job with a checkpoint: RUN= (FAST=1 does not wait for it)
@@ -179,6 +177,8 @@ gpu-info: $(READY) ## what this machine offers (TORCH=1 asks torch too, JSON=1)
 	@$(SFTPLAY) gpu-info $(call switch,--torch,TORCH) $(JSONFLAG) $(WORDS)
 memory-check: $(READY) ## who holds which memory, planned and real (WATCH=1, JSON=1, CONFIG=)
 	@$(SFTPLAY) memory-check $(WHICH) $(call switch,--watch,WATCH) $(JSONFLAG) $(WORDS)
+status: $(READY) ## how far all runs are, with their SLURM jobs: state, step, loss, ETA, memory (RUN= more of one, WATCH=1, CONFIG=, JSON=1)
+	@$(SFTPLAY) status $(WHICH) $(RUNNAME) $(call switch,--watch,WATCH) $(JSONFLAG) $(WORDS)
 doctor: $(READY) ## what would go wrong here, with remedies (CONFIG=, FAST=1 asks neither torch nor the network, JSON=1)
 	@$(SFTPLAY) doctor $(WHICH) $(call switch,--fast,FAST) $(JSONFLAG) $(WORDS)
 gpu-check: $(READY) ## try here what the kit promises; a table and a file for a report (FAST=1 minutes, OUT=folder)

@@ -11,6 +11,7 @@ from functools import partial
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.launch.cost import compute_cost, count_gpus, describe_cost
 from sftplay.machine.gpu import Gpu, Machine, ram_free_bytes, ram_limit_bytes
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.devices import Card, find_card, parse_fleet
@@ -45,8 +46,14 @@ def plan(args: Namespace) -> int:
         return 0
     work = task.workload(sized.cfg, forecast, lengths=lengths)
     suggestions = [] if forecast.verdict == "fits" else task.suggest(cfg, sized, sizing=fitted, hardware=hardware)
+    price, seconds = cfg.cluster.price_per_hour, work.seconds
+    gpus = count_gpus(cfg, world_size=world_size, has_gpu=hardware.device.is_gpu, devices=forecast.by_device)
+    cost = None
+    if price is not None and seconds is not None:
+        cost = compute_cost(seconds, gpus=gpus, price_per_hour=price)
     if args.json:
-        more = {"suggestions": list(map(vars, suggestions)), **vars(work), "notes": list(sized.notes)}
+        about = {"suggestions": list(map(vars, suggestions)), **vars(work), "cost": cost}
+        more = {**about, "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **more}))
         return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
     advice: list[str] = []
@@ -69,6 +76,7 @@ def plan(args: Namespace) -> int:
         *describe_memory(forecast),
         *task.describe_phases(forecast),
         *describe_workload(work),
+        *describe_cost(cost, gpus=gpus, price_per_hour=price),
         *advice,
         *(f"note        {note}" for note in sized.notes),
     ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sftplay.config.run import RunConfig
-from sftplay.launch.run_folder import RunFolder
+if TYPE_CHECKING:
+    from sftplay.config.run import RunConfig
+    from sftplay.launch.run_folder import RunFolder
 
 HOUR_S = 3600.0
 
@@ -21,6 +22,17 @@ def compute_cost(seconds: float, *, gpus: int, price_per_hour: float) -> float:
 def format_cost(cost: float) -> str:
     """`1,234.50`, `0.0123`: two digits behind the point, and more of what is below a tenth."""
     return f"{cost:,.2f}" if cost >= 0.1 or cost == 0 else f"{cost:.3g}"
+
+
+def describe_cost(cost: float | None, *, gpus: int, price_per_hour: float | None) -> Iterator[str]:
+    """Yield the line of `make plan` about the cost; none without a price."""
+    if price_per_hour is not None:
+        rate = f"{f'{gpus} GPUs x ' if gpus else ''}{price_per_hour:g} an hour, without restarts"
+        yield (
+            f"cost        about {format_cost(cost)}: {rate}"
+            if cost is not None
+            else f"cost        not estimated: {rate}"
+        )
 
 
 def count_gpus(cfg: RunConfig, *, world_size: int, has_gpu: bool, devices: Collection[str] = ()) -> int:
@@ -65,26 +77,22 @@ def with_ends(attempts: Sequence[dict[str, Any]], *, end_s: float) -> list[dict[
     return [end(attempt) for attempt in attempts]
 
 
-def sum_attempts(
-    attempts: Sequence[Mapping[str, Any]], *, price_per_hour: float | None = None
-) -> tuple[float | None, float | None]:
-    """Return seconds and cost of all attempts together: (None, None) where the time of one is not known.
+def sum_attempts(attempts: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """Return seconds and cost of all attempts that have begun; the cost is None where one of them has no price.
 
-    The cost is None where an attempt has no price; `price_per_hour` is that of those that were started without one.
+    Both are None without an attempt, and where the time of one is not known.
     """
-    total, cost = 0.0, 0.0
-    is_priced = bool(attempts)
+    if not attempts:
+        return None, None
+    total, costs = 0.0, list[float]()
     for attempt in attempts:
-        seconds, gpus = read_number(attempt.get("seconds")), read_number(attempt.get("gpus"))
-        price = read_number(attempt.get("price_per_hour", price_per_hour))
+        seconds, gpus, price = (read_number(attempt.get(key)) for key in ("seconds", "gpus", "price_per_hour"))
         if seconds is None:
             return None, None
         total += seconds
-        if price is None or gpus is None:
-            is_priced = False
-        else:
-            cost += compute_cost(seconds, gpus=int(gpus), price_per_hour=price)
-    return (total, cost if is_priced else None) if attempts else (None, None)
+        if price is not None and gpus is not None:
+            costs.append(compute_cost(seconds, gpus=int(gpus), price_per_hour=price))
+    return total, sum(costs) if len(costs) == len(attempts) else None
 
 
 def read_number(value: object) -> float | None:

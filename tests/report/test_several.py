@@ -155,8 +155,8 @@ def test_what_does_not_compare_and_what_is_not_final_is_said_first(folders: list
     folders[1].write_json("data_report.json", {})
     (folders[1].eval / "after.jsonl").write_text("")
     text = page_of(folders, tmp_path)
-    assert "C,d is stopped: its figures are not final" in text
-    assert "A next to b: it is not known whether both were measured on the same held-out rows" in text
+    assert "c,d: stopped, so figures are not final." in text
+    assert "b: next to a, it is not known whether both were measured on the same held-out rows" in text
     assert "The machines differ or are not known" in text
 
 
@@ -165,7 +165,7 @@ def test_files_that_are_broken_leave_a_row_and_a_warning(folders: list[RunFolder
         (folders[2].path / name).write_bytes(b'{"state": \xff')
     page = page_of(folders, tmp_path)
     assert Tables(page).column(0, "State") == ["done", "done", "unknown"]
-    assert "C,d: status.json cannot be read" in page
+    assert "c,d: status.json cannot be read" in page
 
 
 def test_a_caller_adds_sections_above_and_the_sections_stand_alone(folders: list[RunFolder], tmp_path: Path):
