@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sftplay import log
-from sftplay.commands.watch import watch
 from sftplay.errors import ConfigError, MachineError
 from sftplay.log import is_terminal
 from sftplay.machine.probe import probe
@@ -43,6 +42,8 @@ def gpu_info(args: Namespace) -> int:
 def memory_check(args: Namespace) -> int:
     """`memory-check`: memory by process, and the plans of the runs that are going on; with --watch until Ctrl-C."""
     output = _output_folder(args)
+    from sftplay.commands.watch import watch
+
     return watch(args, lambda: _show_memory(output, as_json=args.json))
 
 

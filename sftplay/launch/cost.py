@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,17 +23,6 @@ def compute_cost(seconds: float, *, gpus: int, price_per_hour: float) -> float:
 def format_cost(cost: float) -> str:
     """`1,234.50`, `0.0123`: two digits behind the point, and more of what is below a tenth."""
     return f"{cost:,.2f}" if cost >= 0.1 or cost == 0 else f"{cost:.3g}"
-
-
-def describe_cost(cost: float | None, *, gpus: int, price_per_hour: float | None) -> Iterator[str]:
-    """Yield the line of `make plan` about the cost; none without a price."""
-    if price_per_hour is not None:
-        rate = f"{f'{gpus} GPUs x ' if gpus else ''}{price_per_hour:g} an hour, without restarts"
-        yield (
-            f"cost        about {format_cost(cost)}: {rate}"
-            if cost is not None
-            else f"cost        not estimated: {rate}"
-        )
 
 
 def count_gpus(cfg: RunConfig, *, world_size: int, has_gpu: bool, devices: Collection[str] = ()) -> int:
@@ -57,12 +47,12 @@ def new_attempt(cfg: RunConfig, folder: RunFolder, *, from_step: int, gpus: int)
     }  # fmt: skip
 
 
-def last_write_s(folder: RunFolder) -> float:
-    """Return when status.json or metrics.jsonl was last written, in seconds of the epoch; 0 where both are missing."""
+def last_write_s(run: Path) -> float:
+    """Return when a run's status.json or metrics.jsonl was last written, in seconds of the epoch; 0 without both."""
     times = [0.0]
-    for path in (folder.metrics, folder.path / "status.json"):
+    for name in ("status.json", "metrics.jsonl"):
         with suppress(OSError):
-            times.append(path.stat().st_mtime)
+            times.append((run / name).stat().st_mtime)
     return max(times)
 
 

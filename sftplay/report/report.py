@@ -13,7 +13,6 @@ from pathlib import Path
 from sftplay import __version__
 from sftplay.atomic import write_text
 from sftplay.config.resolved import flow
-from sftplay.launch.cost import format_cost
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.chart import Chart, ChartPlan, Curve, draw, logged
 from sftplay.report.figures import (
@@ -268,9 +267,12 @@ def _tiles(run: RunFiles) -> list[Tile]:
     seconds = as_size(run.status.get("train_seconds"))
     if seconds is not None:
         tiles.append(("Training time", format_seconds(seconds), "the last attempt" if len(run.attempts) > 1 else ""))
-    spent, cost = run.spent
-    if spent is not None and cost is not None:
-        tiles.append(("Cost", format_cost(cost), f"of {format_seconds(spent)}, loading included"))
+    if any("price_per_hour" in attempt for attempt in run.attempts):
+        from sftplay.launch.cost import format_cost
+
+        spent, cost = run.spent
+        if spent is not None and cost is not None:
+            tiles.append(("Cost", format_cost(cost), f"of {format_seconds(spent)}, loading included"))
     speed = history.middle("tokens_per_s")
     if speed is not None:
         tiles.append(("Tokens per second", format_figure("tokens", speed), "median"))

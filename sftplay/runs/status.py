@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sftplay.atomic import examine_object, is_locked, read_tail
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.heartbeat import Beat, read_heartbeats
-from sftplay.launch.cost import compute_cost, format_cost, read_number, sum_attempts, with_ends
+from sftplay.launch.cost import compute_cost, format_cost, last_write_s, read_number, sum_attempts, with_ends
 from sftplay.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _describe(folder: Path, job: JobFolder | None, states: Mapping[int, dict[str
     eta_s = _find_eta(lines, left=steps - step) if now == "running" and steps else None
     attempts = status.get("attempts")
     listed = [attempt for attempt in attempts if isinstance(attempt, dict)] if isinstance(attempts, list) else []
-    ended = with_ends(listed, end_s=now_s if now == "running" else _changed_s(folder))
+    ended = with_ends(listed, end_s=now_s if now == "running" else last_write_s(folder))
     seconds, cost = sum_attempts(ended)
     if seconds is None and len(listed) == 1:
         seconds = read_number(status.get("train_seconds"))  # of an older release, which kept no times
