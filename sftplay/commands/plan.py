@@ -87,7 +87,8 @@ def _estimate_cost(cfg: RunConfig, seen: Forecast, *, seconds: float | None) -> 
 
     setting = seen.setting
     gpus = count_gpus(cfg, world_size=setting.world_size, has_gpu=setting.device.is_gpu, devices=seen.by_device)
-    rate = f"{f'{gpus} GPUs x ' if gpus else ''}{price:g} an hour, without restarts"
+    machines = f"{gpus} GPU{'s' if gpus > 1 else ''} x " if gpus else ""
+    rate = f"{machines}{price:g} an hour, without restarts"
     if seconds is None:
         return None, [f"cost        not estimated: {rate}"]
     cost = compute_cost(seconds, gpus=gpus, price_per_hour=price)
