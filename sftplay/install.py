@@ -16,6 +16,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -184,14 +186,19 @@ def main(force: bool, wanted: Environment = KIT) -> int:
     problem = find_extra_problem(extras) or find_installer_problem()
     if problem:
         return refuse(problem, CONFIG)
+    with held_lock() as lock:
+        if not force and wanted.is_fresh():  # another one has built it meanwhile
+            return 0
+        return build(wanted, extras, lock)
+
+
+def start(argv: list[str]) -> int:
+    """`main`, which a stop signal ends with one line."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as of nohup
             signal.signal(number, interrupt)
     try:
-        lock = take_lock()
-        if not force and wanted.is_fresh():  # another one has built it meanwhile
-            return 0
-        return build(wanted, extras, lock)
+        return main("--force" in argv, UNSLOTH if "--unsloth" in argv else KIT)
     except Interrupted as stop:
         return refuse("install: interrupted; run the command again, and it goes on from here", 128 + stop.args[0])
 
@@ -200,18 +207,19 @@ def interrupt(number: int, _frame: object) -> None:
     raise Interrupted(number)
 
 
-def take_lock() -> int:
+@contextmanager
+def held_lock() -> Iterator[int]:
     """Wait until no other install writes to this clone. What a killed one has started holds the lock until it ends."""
     CACHE.mkdir(exist_ok=True)
-    handle = os.open(CACHE / "install.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say("another install is at work in this folder; waiting for its end")
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError:  # a disk without locks
-        pass
-    return handle
+    with (CACHE / "install.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another install is at work in this folder; waiting for its end")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a disk without locks
+            pass
+        yield file.fileno()
 
 
 def build(wanted: Environment, extras: list[str], lock: int) -> int:
@@ -595,4 +603,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--force" in sys.argv, UNSLOTH if "--unsloth" in sys.argv else KIT))
+    sys.exit(start(sys.argv))
