@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
@@ -232,7 +231,11 @@ def test_the_environment_of_unsloth_is_its_own_and_brings_nothing_that_unsloth_a
     later = Path(".venv-unsloth/.stamp").stat().st_mtime + 5
     os.utime("requirements-unsloth.lock", (later, later))
     assert install.main(force=False, wanted=install.UNSLOTH) == 0
-    assert [title.split()[-1] for title in pip.titles[-3:]] == [install.TORCH, "requirements.lock", "requirements-unsloth.lock"]
+    assert [title.split()[-1] for title in pip.titles[-3:]] == [
+        install.TORCH,
+        "requirements.lock",
+        "requirements-unsloth.lock",
+    ]
 
 
 def test_an_unknown_extra_is_refused_with_those_there_are(pip, monkeypatch, capsys):
