@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -404,3 +405,155 @@ def test_an_install_that_is_killed_while_it_makes_the_environment_is_known_as_th
     pip.fails_at = None
     assert install.main(force=False) == 0
     assert not Path(".venv/half").exists()
+
+
+def choose(pip, monkeypatch, *, named="", settings=None, signs=(), reachable=True, driver=("",)):
+    """Install on a machine without the files of a driver; torch's index in the stamp, and what was said."""
+    monkeypatch.setenv("TORCH_INDEX", named)
+    monkeypatch.setattr(install, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(install, "read_gpus", lambda: (driver[0], list(driver[1:])))
+    monkeypatch.setattr(install, "read_pip_settings", lambda: settings or {})
+    monkeypatch.setattr(install, "find_signs_of_gpus", lambda: list(signs))
+    monkeypatch.setattr(install, "is_reachable", lambda *_: reachable)
+    monkeypatch.setattr(install.platform, "system", lambda: "Linux")
+    pip.forget()
+    assert install.main(force=True) == 0
+    return install.read_stamp(install.KIT).index
+
+
+@pytest.mark.parametrize(
+    ("machine", "index", "said"),
+    [
+        ({}, install.CPU, "0.4 GB to fetch"),
+        ({"named": "default"}, "", "3.0 GB to fetch"),
+        ({"named": "cu129"}, f"{install.BUILDS}/cu129", "0.4 to 3.2 GB to fetch"),
+        ({"settings": {"find-links": "/wheels"}}, "", "your find-links decides its place"),
+        ({"settings": {"index-url": "https://example.org"}}, "", "your index-url decides its place"),
+        ({"settings": {"no-index": "true"}}, "", "your no-index decides its place"),
+        ({"settings": {"no-index": "false", "timeout": "9"}}, install.CPU, "no NVIDIA driver here: torch comes from"),
+        ({"signs": ["sbatch"]}, "", "sbatch tells of machines with GPUs; TORCH_INDEX=cpu"),
+        ({"reachable": False}, "", "is not reachable: plain torch"),
+        ({"driver": ("580.95.05", 8.0)}, "", "3.0 GB to fetch"),
+        ({"driver": ("550.54.15", 8.0)}, install.CU126, "3.2 GB to fetch"),
+        ({"driver": ("550.54.15", 8.0), "reachable": False}, "", "CUDA 13, but"),
+    ],
+)
+def test_the_build_of_torch_follows_the_machine_and_is_said_with_its_size(
+    pip, monkeypatch, capsys, machine, index, said
+):
+    assert choose(pip, monkeypatch, **machine) == index
+    lines = capsys.readouterr().out
+    assert said in lines
+    assert lines.index(said) < lines.index("ready")
+    assert (pip.find(install.TORCH)[-1] == index) == bool(index)
+
+
+def test_a_card_that_is_added_brings_its_torch_and_one_that_is_not_seen_takes_nothing_away(pip, monkeypatch):
+    assert choose(pip, monkeypatch) == install.CPU
+    assert choose(pip, monkeypatch, reachable=False) == install.CPU  # torch is there: nothing is asked of the index
+    assert choose(pip, monkeypatch, driver=("580.95.05", 9.0)) == ""
+    assert pip.kinds == ["removal", "torch", "lock"]
+    assert choose(pip, monkeypatch) == ""  # a login node, or a driver that is being updated
+    assert pip.kinds == ["torch", "lock"]
+    assert choose(pip, monkeypatch, named="cpu") == install.CPU  # what is named stays
+    assert choose(pip, monkeypatch, driver=("580.95.05", 9.0)) == install.CPU
+
+
+def test_a_swap_of_torch_that_breaks_off_is_finished_by_the_next_start(pip, monkeypatch):
+    install.main(force=False)
+    monkeypatch.setenv("TORCH_INDEX", INDEX)
+    pip.fails_at = "uninstall"
+    assert install.main(force=False) == 3
+    monkeypatch.delenv("TORCH_INDEX")
+    pip.fails_at = None
+    pip.forget()
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["removal", "torch", "lock"]
+    assert pip.find(install.TORCH)[-1] == INDEX
+    pip.fails_at = "-r"  # behind torch: it is the right one, and is not fetched again
+    assert install.main(force=True) == 3
+    pip.fails_at = None
+    pip.forget()
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["torch", "lock"]
+
+
+def test_pip_takes_over_an_environment_of_uvs_that_has_no_pip(steps):
+    install.main(force=False)
+    shutil.rmtree(".venv/lib")
+    steps.forget()
+    assert install.main(force=True) == 0
+    assert steps.commands[0] == [".venv/bin/python", "-m", "ensurepip", "--default-pip"]
+
+
+@pytest.mark.parametrize("named", ["conda", "uv"])
+def test_an_installer_that_cannot_be_had_is_refused(named, steps, monkeypatch, capsys):
+    monkeypatch.setenv("INSTALLER", named)
+    assert install.main(force=False) == 2
+    assert steps.commands == []
+    assert "fix: " in capsys.readouterr().err
+
+
+PIP_CONF = """\
+[global]
+index-url = https://example.org/simple
+timeout = 60
+find-links = /of/global
+[install]
+find_links = /wheels ~/more
+extra-index-url =
+    https://example.org/a
+    https://example.org/b
+no-index = false
+[freeze]
+all = true
+"""
+
+
+def test_pips_own_settings_reach_uv_and_those_of_uv_come_first(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_", "SSL_", "ALL_"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "pip.conf").write_text(PIP_CONF)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_CERT", "/my/ca.pem")
+    monkeypatch.setenv("PIP_CONSTRAINT", "c.txt")
+    monkeypatch.setenv("HOME", "/home/of/me")
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    installer = install.Installer("uv", install.read_pip_settings())
+    begin = ["uv", "pip", "install", "--python", ".venv/bin/python", "--index-strategy", "unsafe-best-match"]
+    index = ["--default-index", "https://example.org/simple"]
+    extra = ["--index", "https://example.org/a", "--index", "https://example.org/b"]
+    links = ["--find-links", "/wheels", "--find-links", "/home/of/me/more"]
+    bounds = ["--constraints", "c.txt"]
+    assert installer.install(install.KIT, "x") == [*begin, *index, *extra, *links, *bounds, "x"]
+    assert installer.find_variables()["SSL_CERT_FILE"] == "/my/ca.pem"
+    assert installer.find_variables()["UV_HTTP_TIMEOUT"] == "60"
+    other = ["x", *installer.name_index(INDEX)]
+    assert installer.install(install.KIT, *other) == [*begin, *extra, *links, *bounds, *other]
+    for name, value in {"UV_INDEX": "https://mine", "UV_CONSTRAINT": "mine.txt", "UV_HTTP_TIMEOUT": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert installer.install(install.KIT, "x") == [*begin, *index, *links, "x"]
+    # uv forgets its variable where a command names constraints, as that of the extras does.
+    words = ["-c", "requirements.lock", "x"]
+    assert installer.install(install.KIT, *words) == [*begin, *index, *links, "--constraints", "mine.txt", *words]
+    assert installer.find_variables()["UV_HTTP_TIMEOUT"] == "5"
+
+
+def test_the_settings_of_pip_are_what_pip_itself_says_for_an_install(tmp_path, monkeypatch):
+    (tmp_path / "pip.conf").write_text(PIP_CONF)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    settings = install.read_pip_settings()
+    assert settings["find-links"] == os.environ.get(
+        "PIP_FIND_LINKS", "/wheels ~/more"
+    )  # the verb, then a variable, first
+    assert settings["no-index"] == "1"
+    assert "all" not in settings
+
+
+def test_without_an_answer_an_index_is_not_waited_for(monkeypatch):
+    with socket.socket() as silent:  # it takes connections, and says nothing
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr(install, "REACH_S", 0.2)
+        assert not install.is_reachable(f"http://127.0.0.1:{silent.getsockname()[1]}/torch/", None)
