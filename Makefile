@@ -68,7 +68,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -209,6 +209,8 @@ bench-hrm: $(READY) ## task hrm against a plain script of the published training
 	@$(PROGRAM) benchmarks/hrm.py
 bench-sandbox: $(READY) ## programs a second in a box, against a plain process (ARGS="--count 300")
 	@$(PROGRAM) benchmarks/sandbox.py
+bench-install: ## a fresh clone to the demo's last line, by uv and by pip (ARGS="--tools uv --rounds 1")
+	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments words "$$TYPED_ARGS" benchmarks/install.py
 bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
 	@$(PROGRAM) benchmarks/startup.py
 bench-cpu-memory: $(READY) ## planned and measured memory of runs on a CPU

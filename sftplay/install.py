@@ -330,7 +330,7 @@ def choose_torch(before: Stamp, installer: Installer, *, is_new: bool) -> tuple[
         index, why = CPU, "no NVIDIA driver here"
         signs = find_signs_of_gpus()
         if Path("/dev/kfd").exists():
-            why += f" (plain {TORCH} has no code for AMD GPUs; TORCH_INDEX=rocm7.0, or another name, has)"
+            why += f" (plain {TORCH} has no code for AMD GPUs; TORCH_INDEX=rocm7.2, or another name, has)"
         if signs or places:
             but = f"your {', '.join(places)} decides its place" if places else f"{signs[0]} tells of machines with GPUs"
             return "", True, [f"{why}, but {but}; TORCH_INDEX=cpu takes torch without GPU code, 0.2 GB"]
