@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,14 +53,17 @@ class Clone:
             (root / name).symlink_to(ROOT / name)
         (root / "requirements.lock").write_text("alpha==1.0\n")
         known = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PIP_", "UV_"))}
+        self.started: list[subprocess.Popen[str]] = []
         self.env = {**known, "TORCH_INDEX": "", "EXTRAS": "", "PIP_CONFIG_FILE": os.devnull, **env}
 
     def start(self, *argv: str) -> subprocess.Popen[str]:
         argv = argv or (sys.executable, "-m", "sftplay.install")
         pipe = subprocess.PIPE
-        return subprocess.Popen(
+        process = subprocess.Popen(
             argv, cwd=self.root, env=self.env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
+        self.started.append(process)
+        return process
 
     def finish(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
         out, err = process.communicate(timeout=HANG_S)
@@ -77,16 +81,25 @@ class Clone:
         (self.root / "hold").write_text(step)
 
     def release(self) -> None:
-        (self.root / "hold").unlink()
+        (self.root / "hold").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let nothing go on behind a test that failed."""
+        self.release()
+        for process in self.started:
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Clone:
+def clone(tmp_path: Path) -> Iterator[Clone]:
     tool = tmp_path / "bin" / "uv"
     tool.parent.mkdir()
     tool.write_text(STAND_IN.format(python=sys.executable))
     tool.chmod(0o755)
-    return Clone(tmp_path / "a clone", PATH=f"{tool.parent}:{os.environ['PATH']}", PIP_NO_INDEX="1")
+    made = Clone(tmp_path / "a clone", PATH=f"{tool.parent}:{os.environ['PATH']}", PIP_NO_INDEX="1")
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize(
