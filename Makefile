@@ -6,7 +6,7 @@ PY ?= .venv/bin/python
 UNSLOTH_PY ?= .venv-unsloth/bin/python
 
 override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
-  GRES IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
+  GRES IN INSTALLER INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
   NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPLIT STYLE SUBSAMPLE \
   TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
@@ -28,7 +28,7 @@ export TYPED_GOALS TYPED_NAMES
 SFTPLAY := exec "$$TYPED_PY" -m sftplay
 WORDS := --make-args="$$TYPED_ARGS"
 PROGRAM := exec "$$TYPED_PY" -m sftplay.make_arguments words "$$TYPED_ARGS"
-INSTALL := TORCH_INDEX="$$TYPED_TORCH_INDEX" EXTRAS="$$TYPED_EXTRAS" exec "$$TYPED_PYTHON" -m sftplay.install
+INSTALL := TORCH_INDEX="$$TYPED_TORCH_INDEX" EXTRAS="$$TYPED_EXTRAS" INSTALLER="$$TYPED_INSTALLER" exec "$$TYPED_PYTHON" -m sftplay.install
 # Two processes; a file's tests stay in one of them. ARGS="-n 0" runs all in one, ARGS="-n 8" in eight.
 PYTEST := $(PROGRAM) -m pytest -n 2 --dist loadfile
 
@@ -50,6 +50,8 @@ DEEPSPEED := $${TYPED_DEEPSPEED_CONFIG:+"cluster.deepspeed=$$TYPED_DEEPSPEED_CON
 override READY := $(if $(findstring undefined,$(origin READY)),.venv/.stamp)
 override UNSLOTH_READY := $(if $(findstring undefined,$(origin UNSLOTH_READY)),.venv-unsloth/.stamp)
 # A clone that was moved has a .venv full of old paths: its stamp names another folder.
+# At Ctrl-C make would delete a stamp that has changed, and by it the kit knows its own folder.
+.PRECIOUS: .venv/.stamp .venv-unsloth/.stamp
 ifneq "$(shell head -n 1 .venv/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
 endif
@@ -66,13 +68,13 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
 
 ##@ set up
-install: ## build or refresh .venv (TORCH_INDEX= another package index for torch, EXTRAS=serve)
+install: ## build or refresh .venv by uv, or pip (TORCH_INDEX= another index for torch, EXTRAS=serve, INSTALLER=pip)
 	@$(INSTALL) --force
 demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers)
 	@$(SFTPLAY) demo $(WHICH) $(call switch,--control,CONTROL) $(SCALE) $(WORDS)
@@ -207,6 +209,8 @@ bench-hrm: $(READY) ## task hrm against a plain script of the published training
 	@$(PROGRAM) benchmarks/hrm.py
 bench-sandbox: $(READY) ## programs a second in a box, against a plain process (ARGS="--count 300")
 	@$(PROGRAM) benchmarks/sandbox.py
+bench-install: ## a fresh clone to the demo's last line, by uv and by pip (ARGS="--tools uv --rounds 1")
+	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments words "$$TYPED_ARGS" benchmarks/install.py
 bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
 	@$(PROGRAM) benchmarks/startup.py
 bench-cpu-memory: $(READY) ## planned and measured memory of runs on a CPU

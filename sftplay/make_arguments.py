@@ -20,7 +20,7 @@ REMOVED = {
 }
 """Verb or target of an earlier release -> what does its work now."""
 
-FOR_THE_ENVIRONMENT = {"PY", "PYTHON", "UNSLOTH_PY", "TORCH_INDEX", "EXTRAS"}
+FOR_THE_ENVIRONMENT = {"PY", "PYTHON", "UNSLOTH_PY", "TORCH_INDEX", "EXTRAS", "INSTALLER"}
 """Settings of every target, which may have to build its environment first."""
 
 _READ = re.compile(r"TYPED_([A-Z_]+)|\$\(call \w+,[^,]+,([A-Z_]+)\)")
