@@ -31,7 +31,12 @@ def validate(args: Namespace) -> int:
 
 
 def manual(args: Namespace) -> int:
-    """`manual`: docs/config.md; `schema`: the JSON schema of the whole config."""
+    """`manual`: docs/config.md; `schema`: the JSON schema of the whole config, or of what the verbs print."""
+    if getattr(args, "verbs", False):
+        from sftplay.places import shipped
+
+        print(shipped("configs/verbs.schema.json").read_text(encoding="utf-8"), end="")
+        return 0
     from sftplay.config.manual import manual_text, schema_text
 
     print(manual_text() if args.verb == "manual" else schema_text(), end="")
