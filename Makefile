@@ -54,12 +54,12 @@ ifneq "$(shell head -n 1 .venv/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
 endif
 $(READY): requirements.lock sftplay/install.py
-	@$(INSTALL)
+	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL)
 ifneq "$(shell head -n 1 .venv-unsloth/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(UNSLOTH_READY)
 endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
-	@$(INSTALL) --unsloth
+	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL) --unsloth
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments goals "$$TYPED_GOALS"
 

@@ -118,7 +118,8 @@ def test_a_verb_prints_the_document_that_the_schema_describes(verb: str, inputs_
 @pytest.mark.contract
 @pytest.mark.slow
 def test_the_documents_of_a_run_and_its_files_are_as_the_schema_says(tmp_path: Path, inputs):
-    config = write_small_run(tmp_path, inputs, data__test_path=str(inputs.held_out), eval__after=True)
+    measured = {"eval__before": True, "eval__after": True, "data__test_path": str(inputs.held_out)}
+    config = write_small_run(tmp_path, inputs, **measured)
     names = {"config": config, "rows": inputs.held_out, "tmp": tmp_path}
     ended = document("train", CONFIG, **names)
     assert (ended["state"], ended["exit_code"], ended["step"]) == ("done", 0, 4)

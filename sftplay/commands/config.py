@@ -65,7 +65,8 @@ def init(args: Namespace) -> int:
     write_text(out, draft.text)
     if args.json:
         facts = {"config": str(out), "model": draft.model, "max_seq_len": draft.max_seq_len, "rows": draft.n_rows}
-        print(json.dumps(facts))
+        values = {key: {"value": value, "why": why} for key, (value, why) in draft.values.items()}
+        print(json.dumps({**facts, "values": values}))
         return 0
     log.show(draft.text)
     log.say(f"{out} is written; next: {command_for('inspect', str(out))}", "init")

@@ -87,7 +87,7 @@ def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
 
 
 def describe_end(folder: RunFolder) -> dict[str, Any]:
-    """Return the JSON document of `train` and `resume`: status.json, the result, the report, and the figures in eval/."""
+    """Return the JSON document of `train` and `resume`: status.json, the result, the report, the figures of eval/."""
     report = folder.path / "report.html"
     figures = {name: read_object(folder.eval / f"{name}.json") for name in ("before", "after", "perplexity")}
     return {
