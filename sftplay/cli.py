@@ -479,18 +479,23 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def with_flags(words: Sequence[str]) -> list[str]:
     """`init DATA OUT` with flags instead of the bare words, which may be written with a sign as for make."""
     flags, rest, names = [words[0]], [], FLAGS_OF_VARIABLES[words[0]]
-    free = [flag for flag in names.values() if flag not in words]
+    free = [flag for flag in names.values() if flag not in [word.partition("=")[0] for word in words]]
     before = ""
     for word in words[1:]:
         name, sign, value = word.partition("=")
         if name in names and sign:
             flags += [names[name], value]
-        elif free and not word.startswith("-") and before not in names.values() and ("." not in name or not sign):
+        elif free and not word.startswith("-") and before not in names.values() and not (sign and _is_key(name, word)):
             flags += [free.pop(0), word]
         else:
             rest.append(word)
         before = word
     return [*flags, *rest]
+
+
+def _is_key(name: str, word: str) -> bool:
+    """Whether `name=value` sets a key of the config, and is no file."""
+    return "." in name or (name.replace("_", "").isalpha() and name.islower() and not os.path.exists(word))  # noqa: PTH110
 
 
 class _Parser(argparse.ArgumentParser):

@@ -167,6 +167,19 @@ def test_a_folder_of_one_file_a_side_is_not_trained_on_as_a_whole(tmp_path, tiny
     assert json.loads(capsys.readouterr().out)["rows"] == 60 + 9 + 8 + 1
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("words", [["--data=rows=1.jsonl", "--out=run.yaml"], ["rows=1.jsonl"]])
+def test_a_key_without_a_dot_is_a_key_and_a_file_with_a_sign_is_a_file(
+    words, tmp_path, tiny_llama, monkeypatch, capsys
+):
+    """`make init DATA=a.jsonl OUT=b.yaml ARGS=output_dir=c` took `output_dir=c` for the data, and then forgot it."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows=1.jsonl", [{"question": "a", "answer": "b"}] * 5)
+    assert main(["init", *words, f"model.name={tiny_llama}", "output_dir=there", "seed=7"]) == 0
+    cfg = load_config("run.yaml")
+    assert (cfg.data.train_path, cfg.output_dir, cfg.seed) == ("rows=1.jsonl", "there", 7)
+
+
 def test_the_model_is_the_largest_that_the_plan_fits_into_the_machine():
     lengths = RowLengths(longest=512, mean=200.0, count=2000)
     cfg = BASE.with_values({"model.max_seq_len": 512}, "test")
