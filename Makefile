@@ -92,8 +92,8 @@ validate: $(READY) ## check a config: CONFIG=
 	@$(SFTPLAY) validate $(WHICH) $(JSONFLAG) $(WORDS)
 completion: $(READY) ## a shell's completion of verbs, flags and keys: FOR=bash, zsh or fish
 	@$(SFTPLAY) completion $(call flag,--shell,FOR)
-schema: $(READY) ## JSON schema of the config
-	@$(SFTPLAY) schema $(WORDS)
+schema: $(READY) ## JSON schema of the config (ARGS=--verbs: of what every target prints with JSON=1)
+	@$(SFTPLAY) schema $(JSONFLAG) $(WORDS)
 manual: $(READY) ## the config manual, docs/config.md
 	@$(SFTPLAY) manual $(WORDS)
 architecture: ## docs/architecture.md, drawn from the code

@@ -505,7 +505,7 @@ class _Parser(argparse.ArgumentParser):
 
 def list_flags(verb: str) -> list[str]:
     """The names of all flags that a verb takes."""
-    return ["--config", "--json", *FLAGS.get(verb, {})]
+    return ["--config", *([] if verb in WITHOUT_JSON else ["--json"]), *FLAGS.get(verb, {})]
 
 
 def _launches(verb: str) -> bool:

@@ -203,6 +203,7 @@ def test_help_names_every_target_with_the_verb_and_the_settings_behind_it():
     for target in targets.values():
         taken = {found["settings"][name] for name in target["settings"] if name in found["settings"]}
         if target["verb"]:
+            assert ("JSON" in target["settings"]) == (target["verb"][0] not in cli.WITHOUT_JSON)
             assert taken <= set(cli.list_flags(target["verb"][0]))
     assert found["verbs"]["sandbox"]["flags"]["--fresh"]["is_switch"]
     assert found["verbs"]["infer"]["json"] is None
