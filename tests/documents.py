@@ -29,6 +29,7 @@ def validator(reference: str) -> Any:
         return None
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     kind, _, name = reference.partition("/")
+    assert name in schema[kind], f"{SCHEMA.name} has no {reference}"
     return Draft202012Validator({**schema[kind][name], "$defs": schema["$defs"]})
 
 
