@@ -56,12 +56,12 @@ ifneq "$(shell head -n 1 .venv/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
 endif
 $(READY): requirements.lock sftplay/install.py
-	@$(INSTALL)
+	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL)
 ifneq "$(shell head -n 1 .venv-unsloth/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(UNSLOTH_READY)
 endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
-	@$(INSTALL) --unsloth
+	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL) --unsloth
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments goals "$$TYPED_GOALS"
 
@@ -70,14 +70,14 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
   eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
-help: ## this list
-	@exec awk -f docs/help.awk Makefile
+help: ## this list (JSON=1: all targets, settings, flags and exit codes, for programs)
+	@test -z "$$TYPED_JSON" || exec "$$TYPED_PYTHON" -m sftplay help $(JSONFLAG) $(WORDS); exec awk -f docs/help.awk Makefile
 
 ##@ set up
 install: ## build or refresh .venv by uv, or pip (TORCH_INDEX= another index for torch, EXTRAS=serve, INSTALLER=pip)
 	@$(INSTALL) --force
-demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers)
-	@$(SFTPLAY) demo $(WHICH) $(call switch,--control,CONTROL) $(SCALE) $(WORDS)
+demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers, JSON=1)
+	@$(SFTPLAY) demo $(WHICH) $(call switch,--control,CONTROL) $(SCALE) $(JSONFLAG) $(WORDS)
 test: $(READY) ## the test suite, minutes
 	@$(PYTEST) -m "not slow and not long"
 test-slow: $(READY) ## the long tests, and those by random input with 400 examples each
@@ -94,8 +94,8 @@ validate: $(READY) ## check a config: CONFIG=
 	@$(SFTPLAY) validate $(WHICH) $(JSONFLAG) $(WORDS)
 completion: $(READY) ## a shell's completion of verbs, flags and keys: FOR=bash, zsh or fish
 	@$(SFTPLAY) completion $(call flag,--shell,FOR)
-schema: $(READY) ## JSON schema of the config
-	@$(SFTPLAY) schema $(WORDS)
+schema: $(READY) ## JSON schema of the config (ARGS=--verbs: of what every target prints with JSON=1)
+	@$(SFTPLAY) schema $(JSONFLAG) $(WORDS)
 manual: $(READY) ## the config manual, docs/config.md
 	@$(SFTPLAY) manual $(WORDS)
 architecture: ## docs/architecture.md, drawn from the code
@@ -125,41 +125,41 @@ style: $(READY) ## set the system prompt: CONFIG= STYLE="..." (without STYLE: pr
 	@$(SFTPLAY) style $(WHICH) $(call flag,--style,STYLE) $(JSONFLAG) $(WORDS)
 
 ##@ train
-train: $(READY) ## train: CONFIG= (NPROC= processes, DRY_RUN=1 prints the command)
-	@$(SFTPLAY) train $(WHICH) $(SCALE) $(WORDS)
+train: $(READY) ## train: CONFIG= (NPROC= processes, DRY_RUN=1 prints the command, JSON=1)
+	@$(SFTPLAY) train $(WHICH) $(SCALE) $(JSONFLAG) $(WORDS)
 dapt-train: $(READY) ## train on documents, alone or mixed with chats: CONFIG=configs/run_dapt.yaml (as train)
-	@$(SFTPLAY) train --documents $(WHICH) $(SCALE) $(WORDS)
+	@$(SFTPLAY) train --documents $(WHICH) $(SCALE) $(JSONFLAG) $(WORDS)
 train-tb: $(READY) ## train with TensorBoard
-	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) logging.backend=tensorboard $(WORDS)
+	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) logging.backend=tensorboard $(JSONFLAG) $(WORDS)
 train-bnb: $(READY) ## train with the bitsandbytes backend
-	@$(SFTPLAY) train $(WHICH) $(SCALE) tuning.backend=bnb $(WORDS)
+	@$(SFTPLAY) train $(WHICH) $(SCALE) tuning.backend=bnb $(JSONFLAG) $(WORDS)
 train-bnb-tb: $(READY) ## the same with TensorBoard
-	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) tuning.backend=bnb logging.backend=tensorboard $(WORDS)
+	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) tuning.backend=bnb logging.backend=tensorboard $(JSONFLAG) $(WORDS)
 train-unsloth: $(UNSLOTH_READY) ## train with unsloth: CONFIG= (builds .venv-unsloth; one process)
-	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train $(WHICH) $(SCALE) tuning.backend=unsloth $(WORDS)
+	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train $(WHICH) $(SCALE) tuning.backend=unsloth $(JSONFLAG) $(WORDS)
 train-unsloth-tb: $(UNSLOTH_READY) ## the same with TensorBoard
-	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train --tb $(WHICH) $(SCALE) tuning.backend=unsloth logging.backend=tensorboard $(WORDS)
+	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train --tb $(WHICH) $(SCALE) tuning.backend=unsloth logging.backend=tensorboard $(JSONFLAG) $(WORDS)
 resume: $(READY) ## continue a run from its newest complete checkpoint: CONFIG= (RUN=)
-	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(WORDS)
+	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(JSONFLAG) $(WORDS)
 
 ##@ scale
 setup-accelerate: $(READY) ## write an accelerate config for this machine (OUT=, INTERACTIVE=1 asks you)
 	@$(SFTPLAY) setup-accelerate $(OUTPUT) $(call switch,--interactive,INTERACTIVE) $(JSONFLAG) $(WORDS)
 train-distributed: $(READY) ## one process per GPU, or NPROC=
-	@$(SFTPLAY) train --nproc gpu $(WHICH) $(SCALE) $(WORDS)
+	@$(SFTPLAY) train --nproc gpu $(WHICH) $(SCALE) $(JSONFLAG) $(WORDS)
 train-distributed-tb: $(READY) ## the same with TensorBoard
-	@$(SFTPLAY) train --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(WORDS)
+	@$(SFTPLAY) train --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(JSONFLAG) $(WORDS)
 
 train-deepspeed: $(READY) ## the same by DeepSpeed: cluster.strategy zero1, zero2 (usual), zero3; DEEPSPEED_CONFIG=file.json
-	@$(SFTPLAY) train --deepspeed --nproc gpu $(WHICH) $(SCALE) $(DEEPSPEED) $(WORDS)
+	@$(SFTPLAY) train --deepspeed --nproc gpu $(WHICH) $(SCALE) $(DEEPSPEED) $(JSONFLAG) $(WORDS)
 train-deepspeed-tb: $(READY) ## the same with TensorBoard
-	@$(SFTPLAY) train --deepspeed --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(DEEPSPEED) $(WORDS)
+	@$(SFTPLAY) train --deepspeed --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(DEEPSPEED) $(JSONFLAG) $(WORDS)
 
 comm-check: $(READY) ## how fast processes exchange gradients: NPROC= (CONFIG=, NNODES=, DRY_RUN=1, JSON=1)
 	@$(SFTPLAY) comm-check $(WHICH) $(SCALE) $(JSONFLAG) $(WORDS)
 
 train-ray: $(READY) ## train on a cluster of Ray (RAY_ADDRESS), or on one of its own: CONFIG= (WORKERS=2, DRY_RUN=1)
-	@$(SFTPLAY) train-ray $(WHICH) $(call flag,--workers,WORKERS) $(call switch,--dry-run,DRY_RUN) $(WORDS)
+	@$(SFTPLAY) train-ray $(WHICH) $(call flag,--workers,WORKERS) $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
 
 submit: $(READY) ## queue a run as a SLURM job: CONFIG= (NODES=, GPUS_PER_NODE= or GRES=, TIME=, PARTITION=, DRY_RUN=1, JSON=1)
 	@$(SFTPLAY) submit $(WHICH) $(call flag,--nodes,NODES) $(call flag,--gpus-per-node,GPUS_PER_NODE) \

@@ -158,6 +158,7 @@ FLAGS: dict[str, Flags] = {
         "--in": _flag("rows with `completion`: the rewards of each", PATH, dest="input", default=""),
     },
     "completion": {"--shell": _flag("bash, zsh or fish", default="")},
+    "schema": {"--verbs": _switch("the schema of the verbs' JSON and of a run's files instead")},
     "inspect": _N_ROWS,
     "render": {**_N_ROWS, "--out": _flag("a new jsonl file for all rows", PATH)},
     "style": {"--style": _flag("the system prompt; without it the present one is printed")},
@@ -287,7 +288,7 @@ VERBS = {
     "init": ("config.init", "write a commented config for a data file"),
     "validate": ("config.validate", "check a config and say what each value is and why"),
     "completion": ("completion.completion", "print a shell's completion: bash, zsh or fish"),
-    "schema": ("config.manual", "print the JSON schema of the config"),
+    "schema": ("config.manual", "print the JSON schema of the config, or of what the verbs print"),
     "manual": ("config.manual", "print the config manual"),
     "eval": ("evaluate.evaluate", "measure a run on its held-out rows, against its base"),
     "eval-test": ("evaluate.evaluate", "measure it on the test rows"),
@@ -320,15 +321,19 @@ VERBS = {
     "cancel": ("slurm.cancel", "stop the job of a run with a checkpoint"),
     "sandbox": ("sandbox.sandbox", "run programs of a model in a box, and judge them"),
     "check": ("machine.check", "lint and types of this repository"),
+    "help": ("help.show_help", "print the verbs; with --json all targets, settings, flags and exit codes"),
 }
 """verb -> module of `sftplay.commands` and function, help. A function takes the arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
     "demo", "init", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual", "compare", "report",
     "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix",
-    "setup-accelerate", "sandbox", "status", "logs", "cancel",
+    "setup-accelerate", "sandbox", "status", "logs", "cancel", "help",
 )  # fmt: skip
 """Verbs that run without --config."""
+
+WITHOUT_JSON = ("completion", "manual", "infer", "serve", "tensorboard", "tb-stop", "check")
+"""Verbs that have no JSON document. configs/verbs.schema.json describes those of all others."""
 
 FLAGS_OF_VARIABLES = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--shell"}}
 """Verb -> what it takes without a flag, in order."""
@@ -465,6 +470,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if launcher_args and not _launches(verb):
         problem = f"{verb} starts no launcher that could take {shlex.join(launcher_args)}"
         raise ConfigError(problem, where="--", fix="leave out what follows `--`")
+    if args.json and verb in WITHOUT_JSON:
+        raise ConfigError(f"{verb} prints no JSON document", where="--json", fix="leave it out")
     if args.overrides and not args.config and verb in ("compare", "report", "comm-check", "status", "logs", "cancel"):
         problem = f"{verb} has no config to set {args.overrides[0]!r} in"
         raise ConfigError(problem, where="command line", fix="leave it out, or name the config with CONFIG=")
@@ -477,18 +484,23 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def with_flags(words: Sequence[str]) -> list[str]:
     """`init DATA OUT` with flags instead of the bare words, which may be written with a sign as for make."""
     flags, rest, names = [words[0]], [], FLAGS_OF_VARIABLES[words[0]]
-    free = [flag for flag in names.values() if flag not in words]
+    free = [flag for flag in names.values() if flag not in [word.partition("=")[0] for word in words]]
     before = ""
     for word in words[1:]:
         name, sign, value = word.partition("=")
         if name in names and sign:
             flags += [names[name], value]
-        elif free and not word.startswith("-") and before not in names.values() and ("." not in name or not sign):
+        elif free and not word.startswith("-") and before not in names.values() and not (sign and _is_key(name, word)):
             flags += [free.pop(0), word]
         else:
             rest.append(word)
         before = word
     return [*flags, *rest]
+
+
+def _is_key(name: str, word: str) -> bool:
+    """Whether `name=value` sets a key of the config, and is no file."""
+    return "." in name or (name.replace("_", "").isalpha() and name.islower() and not os.path.exists(word))  # noqa: PTH110
 
 
 class _Parser(argparse.ArgumentParser):
@@ -498,7 +510,7 @@ class _Parser(argparse.ArgumentParser):
 
 def list_flags(verb: str) -> list[str]:
     """The names of all flags that a verb takes."""
-    return ["--config", "--json", *FLAGS.get(verb, {})]
+    return ["--config", *([] if verb in WITHOUT_JSON else ["--json"]), *FLAGS.get(verb, {})]
 
 
 def _launches(verb: str) -> bool:

@@ -33,7 +33,7 @@ from sftplay.machine.probe import Machine
 from sftplay.plan.forecast import Hardware
 from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
-from sftplay.runs.finished_run import report_at_end
+from sftplay.runs.finished_run import describe_end, report_at_end
 from sftplay.runs.inputs import known_lengths, known_shape, needs_no_hub
 from sftplay.runs.strategy_setup import (
     build_strategy_environment,
@@ -107,8 +107,8 @@ def run_workers(
     if exit_code in (ConfigError.exit_code, MachineError.exit_code, DataError.exit_code) and rendezvous is None:
         folder = archive_aborted_run(folder)
     report_at_end(folder)
-    if args.json and args.verb != "demo":
-        print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
+    if args.json and (args.verb != "demo" or exit_code):
+        print(json.dumps(describe_end(folder)))
     return exit_code
 
 

@@ -144,9 +144,14 @@ def test_submitted_run_has_its_job_and_shows_it(
     assert main(["status", "--config", str(config), "--run", "run", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["job_id"], facts["state"], facts["reason"]) == (17, "PENDING", "Resources")
+    assert main(["logs", "--config", str(config), "--run", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == []
     # A second job of the same name would write into the same files.
     assert submit(config) == 2
     assert "the run 'run' has the job 17, which is PENDING" in capsys.readouterr().err
+    slurm(squeue="")
+    assert main(["cancel", "--config", str(config), "--run", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cancelled"] is False
 
 
 def test_run_that_has_begun_goes_on_in_a_new_job_where_that_is_asked_for(
