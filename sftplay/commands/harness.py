@@ -73,7 +73,7 @@ def _measure(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The content of lm-eval.json, and the lines of the answers. Tasks are loaded before any model."""
     from sftplay.evaluate.evaluate import ready_to_answer
-    from sftplay.evaluate.harness import HarnessModel, load_tasks, read_answers, read_figures, run_tasks
+    from sftplay.evaluate.harness import SEEDS, HarnessModel, load_tasks, read_answers, read_figures, run_tasks
     from sftplay.model.load import load_result, load_untrained
 
     tasks, names = load_tasks(args.tasks, args.include_path, boxed=boxed)
@@ -127,7 +127,6 @@ def _measure(
     for key, text in notes.items():
         if number := counts["run"][key]:
             log.say(f"note: {number:,} prompts {text}", "lm-eval")
-    seeds = {key.removesuffix("_seed"): value for key, value in result["config"].items() if key.endswith("_seed")}
     content = {
         **{side: read_figures(found[side]) for side in ("run", "base")},
         "tasks": {
@@ -139,7 +138,7 @@ def _measure(
         },
         "engine": "transformers", "harness": version("lm-eval"), "template": renderer is not None,
         "template_sha256": renderer.template_hash if renderer else None,
-        "system": (cfg.data.system or None) if renderer else None, "limit": args.limit, "seeds": seeds,
+        "system": (cfg.data.system or None) if renderer else None, "limit": args.limit, "seeds": SEEDS,
         "batch_size": cfg.eval.batch_size, "max_length": lm.max_length, "prompts": counts["run"],
         "programs": programs if any(programs.values()) else None, "executor": boxed.executor,
         "model": cfg.model.name, "weights": folder.result.name if folder.result else None,

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
+import random
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from lm_eval import simple_evaluate
+from lm_eval import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
 from sftplay.data.records import Message
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError, nearest_names
@@ -21,6 +26,9 @@ from sftplay.evaluate.boxed_code import BoxedCodeEval, find_unboxed
 from sftplay.evaluate.evaluate import find_autocast
 from sftplay.model.failures import describe_error, refusing
 from sftplay.model.tokenizer import set_end_tokens
+
+SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
+"""The harness's defaults, with which published figures are made."""
 
 Score = Callable[[list[int]], torch.Tensor]
 """Token ids of a prompt -> the scores of the token behind it, `[vocabulary]`."""
@@ -38,12 +46,15 @@ class HarnessModel(HFLM):
         """`renderer` None asks with plain documents, for models that have learned no template."""
         if renderer is not None:
             set_end_tokens(model.generation_config, tokenizer)  # a base may know its own end token alone
+        # The harness ties weights anew, by paths that an adapter's wrappers have changed. They are as they were loaded.
+        model.tie_weights = lambda: None
         super().__init__(
             pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=cfg.eval.batch_size,
             mixed_precision_dtype=find_autocast(model, cfg),
             add_bos_token=None if renderer is None else False,  # a template writes the BOS itself, where there is one
         )  # fmt: skip
-        self._renderer = renderer
+        del model.tie_weights
+        self._renderer, self.asks_by_template = renderer, renderer is not None
         self._special = [str(token) for token in tokenizer.added_tokens_decoder.values()]
         self.score_base: Score | None = None
         self.base_name = ""
@@ -165,8 +176,8 @@ class KeptTasks(TaskManager):
                     what, fix = f"needs the package {error.name}", f".venv/bin/python -m pip install {error.name}"
                     return MachineError(what, where=f"task {spec}", fix=fix)
                 what = f"cannot be loaded ({describe_error(error)})"
-                fix = "check the connection (HF_HUB_OFFLINE=1: take it from the cache alone), or name local rows in a task"
-                return DataError(what, where=f"task {spec}", fix=f"{fix} file of yours: --include-path")
+                fix = "check the connection (HF_HUB_OFFLINE=1: take it from the cache alone), or name local rows in"
+                return DataError(what, where=f"task {spec}", fix=f"{fix} a task file of yours: --include-path")
 
             with refusing(explain):
                 self._kept[spec] = super()._load_spec(spec)
@@ -182,6 +193,7 @@ def load_tasks(names: Sequence[str], include_path: str | None, *, boxed: BoxedCo
     for library in ("lm_eval", "datasets", "huggingface_hub", "evaluate"):
         logging.getLogger(library).setLevel(logging.ERROR)
     manager = None
+    log.status("reading the harness's tasks and their rows", "lm-eval")
     if include_path:  # to index the harness's own 14,000 tasks takes seconds
         manager = KeptTasks(include_path=include_path, include_defaults=False)
     if manager is None or not set(names) <= set(manager.all_subtasks):
@@ -209,24 +221,32 @@ def run_tasks(
     model: HarnessModel, tasks: KeptTasks, *, names: Sequence[str], system: str | None, limit: int | None,
     fewshot: int | None, log_file: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what the harness returns for this model. Its seeds are its own defaults, as in published figures.
+    """Return what the harness returns for this model.
 
     A library's failure is a RunError, and its traceback goes to `log_file`.
     """
-    import traceback
-
-    from sftplay.atomic import write_text
 
     def explain(error: Exception) -> RunError:
         with suppress(OSError):
             write_text(log_file, traceback.format_exc())
         return RunError(f"the harness failed ({describe_error(error)})", where="lm-eval", fix=f"see {log_file}")
 
-    is_chat, model.first_prompt = model._renderer is not None, []
+    is_chat, model.first_prompt = model.asks_by_template, []
     with refusing(explain):
-        found: dict[str, Any] = simple_evaluate(
-            model=model, tasks=list(names), task_manager=tasks, num_fewshot=fewshot, limit=limit,
-            batch_size=model.batch_size, apply_chat_template=is_chat, fewshot_as_multiturn=is_chat,
+        loaded = tasks.load(list(names))
+        # As in `simple_evaluate`, which also asks ten programs for this machine's versions: that takes seconds.
+        random.seed(SEEDS["random"])
+        np.random.seed(SEEDS["numpy"])
+        torch.manual_seed(SEEDS["torch"])
+        for task in loaded["tasks"].values():
+            default = task.get_config("num_fewshot")
+            if fewshot is not None and default != 0:  # 0 in a task's file says that examples make no sense
+                task.set_config(key="num_fewshot", value=fewshot)
+            elif default is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=SEEDS["fewshot"])
+        found: dict[str, Any] = evaluate(
+            lm=model, task_dict=loaded, limit=limit, apply_chat_template=is_chat, fewshot_as_multiturn=is_chat,
             system_instruction=system if is_chat else None, confirm_run_unsafe_code=True,
         )  # fmt: skip
     return found
@@ -242,10 +262,14 @@ def read_figures(found: dict[str, Any]) -> dict[str, dict[str, dict[str, float |
         for key, value in row.items():
             metric, _, kind = key.partition(",")
             if kind and not metric.endswith("_stderr") and isinstance(value, int | float):
-                error = row.get(f"{metric}_stderr,{kind}")
-                cell = {"value": float(value), "stderr": float(error) if isinstance(error, int | float) else None}
+                cell = {"value": _as_finite(value), "stderr": _as_finite(row.get(f"{metric}_stderr,{kind}"))}
                 figures.setdefault(task, {})[metric if kind == "none" else key] = cell
     return figures
+
+
+def _as_finite(value: object) -> float | None:
+    """The number, None where there is none: the harness writes N/A, and JSON has no word for what is not finite."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def read_answers(found: dict[str, Any], side: str) -> Iterator[dict[str, Any]]:

@@ -113,7 +113,7 @@ def harness_table(content: dict[str, Any]) -> Table:
     caption = f"lm-evaluation-harness {content.get('harness')}, both asked by {form}; ± is the standard error"
     if as_number(content.get("limit")) is not None:
         caption += f"; only the first {content['limit']} rows of each task"
-    head = ["Task", "Metric", "Examples", "Rows", "Base", "Run", "Change"]
+    head = ["Task", "Metric", "Few-shot", "Rows", "Base", "Run", "Change"]
     return Table(head=head, rows=rows, kinds="  nnnnn", caption=caption)
 
 
