@@ -73,7 +73,7 @@ class HarnessModel(HFLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the prompt as the harness renders it. Raise RunError where the kit renders it otherwise."""
         assert self._renderer is not None
-        begun = "" if add_generation_prompt else chat_history[-1]["content"]
+        prefill = "" if add_generation_prompt else chat_history[-1]["content"]
         asked = chat_history if add_generation_prompt else chat_history[:-1]
         turns: list[Any] = [Message(turn["role"], turn["content"]) for turn in asked]  # type: ignore[arg-type]
         try:
@@ -86,13 +86,13 @@ class HarnessModel(HFLM):
         text: str = super().apply_chat_template(chat_history, add_generation_prompt)
         fix = "report it with the template; ARGS=--no-template asks without one"
         behind = text.removeprefix(expected)
-        if not text.startswith(expected) or (behind.strip() if begun else behind) != begun.strip():
+        if not text.startswith(expected) or (behind.strip() if prefill else behind) != prefill.strip():
             what = f"the harness asks {text[-300:]!r}, and the run was trained to be asked {expected[-300:]!r}"
             raise RunError(what, where="chat template", fix=fix)
         wanted: list[int] = []
         with suppress(DataError):  # special tokens are typed that cannot be kept apart from control
             wanted = self._renderer.prompt_ids(turns)
-        if not begun and (given := self.tok_encode(text)) != wanted:
+        if not prefill and (given := self.tok_encode(text)) != wanted:
             if not any(token in turn.content for turn in turns for token in self._special):
                 what = f"the harness reads {given[:8]}... where the run was trained on {wanted[:8]}..."
                 raise RunError(what, where="tokens of the prompt", fix=fix)
