@@ -78,7 +78,7 @@ def _measure(
 
     tasks, names = load_tasks(args.tasks, args.include_path, boxed=boxed)
     tokenizer, renderer = load_renderer(cfg, folder)
-    if plain := "--no-template was given" if args.no_template else _learned_plainly(cfg, folder, tokenizer=tokenizer):
+    if plain := "--no-template was given" if args.no_template else _learned_plainly(folder, tokenizer):
         renderer = None
     how = f"as plain documents ({plain})" if plain else "by the run's chat template"
     how += f" and its system prompt {cfg.data.system!r}" if cfg.data.system and not plain else ""
@@ -148,12 +148,10 @@ def _measure(
     return content, [line for side in ("run", "base") for line in read_answers(found[side], side)]
 
 
-def _learned_plainly(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> str:
+def _learned_plainly(folder: RunFolder, tokenizer: Any) -> str:
     """Why the chat template says nothing to this run's model; empty where the run has learned it."""
     from sftplay.data.render.templates import template_hash
 
-    if cfg.learns_documents and not cfg.task.mixes_chats:
-        return f"task {cfg.task_mode} learns documents"
     if not tokenizer.chat_template:
         return "the run has no chat template"
     trained = folder.read_json("manifest.json").get("template_sha256")

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 from in_process import Finished, Inputs, train
 from lively import lively_model
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from small_run import WORDS
 from tokenizers.processors import TemplateProcessing
@@ -246,7 +247,8 @@ def open_model(inputs: Inputs, run: Finished) -> Callable[..., Any]:
 
     model, tokenizer = (kind.from_pretrained(inputs.model) for kind in (AutoModelForCausalLM, AutoTokenizer))
 
-    def open_it(*, shown: str | None = None, learned: str | None = None, bos: bool = False) -> Any:
+    def open_it(*, shown: str | None = None, learned: str | None = None, bos: bool = False, eos: int = 2) -> Any:
+        model.generation_config.eos_token_id = eos
         if bos:
             tokenizer.add_special_tokens({"bos_token": "<pad>"})
             tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<pad> $A", None, [("<pad>", 0)])
@@ -270,17 +272,39 @@ def test_a_prompt_by_another_template_than_the_runs_is_refused(open_model: Calla
         open_model(learned=other).apply_chat_template(CHAT)
 
 
-def test_a_bos_that_the_template_writes_is_not_doubled(open_model: Callable[..., Any]):
-    written = "{{ bos_token }}" + open_model().tokenizer.chat_template
-    opened = open_model(shown=written, bos=True)
+@pytest.mark.parametrize("bos", ["{{ bos_token }}", ""])
+def test_a_prompt_has_the_bos_that_the_template_writes_and_no_other(bos: str, open_model: Callable[..., Any]):
+    opened = open_model(shown=bos + open_model().tokenizer.chat_template, bos=True)
     text = opened.apply_chat_template(CHAT)
-    assert text.startswith("<pad><|im_start|>")
-    assert opened.tokenizer(text)["input_ids"][:2] == [0, 0]  # what the tokenizer alone would make of it
-    assert opened.tok_encode(text)[:2] == opened.tok_batch_encode([text])[0][0, :2].tolist() != [0, 0]
+    n = int(bool(bos))
+    assert opened.tokenizer(text)["input_ids"][: n + 1] == [0] * (n + 1)  # the tokenizer alone adds one
+    for ids in (opened.tok_encode(text), opened.tok_batch_encode([text])[0][0].tolist()):
+        assert ids[: n + 1] == [0] * n + [1]
     opened.add_bos_token = True
-    opened.tokenizer.chat_template = written.replace("{{ bos_token }}", "{{ '' }}")  # another prefix hides it no more
-    with pytest.raises(SftplayError):
+    with pytest.raises(RunError, match="the run was trained on") if not n else nullcontext():
         opened.apply_chat_template(CHAT)
+
+
+def test_answers_end_at_the_templates_end_token_though_the_base_does_not_know_it(open_model: Callable[..., Any]):
+    ended = open_model().tokenizer.convert_tokens_to_ids("<|im_end|>")
+    opened = open_model(eos=5)
+    assert opened.model.generation_config.eos_token_id == [ended, 5]
+
+
+def test_an_adapter_with_embeddings_of_a_tied_base_is_as_it_was_loaded(inputs: Inputs, run: Finished):
+    from sftplay.evaluate.harness import HarnessModel
+
+    model, tokenizer = (kind.from_pretrained(inputs.model) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    ends = ["embed_tokens", "lm_head"]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=ends)).eval()
+    torch.nn.init.normal_(adapted.get_output_embeddings().modules_to_save.default.weight)
+    ids = torch.tensor([[7, 8, 9]])
+    with torch.no_grad():
+        before = adapted(ids).logits
+        HarnessModel(adapted, tokenizer, None, cfg=run.cfg)
+        assert torch.equal(adapted(ids).logits, before)
 
 
 def test_a_system_turn_that_the_template_refuses_is_counted_and_left_out(open_model: Callable[..., Any]):
