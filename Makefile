@@ -7,7 +7,7 @@ UNSLOTH_PY ?= .venv-unsloth/bin/python
 
 override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
   GRES IN INSTALLER INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
-  NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPLIT STYLE SUBSAMPLE \
+  NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPLIT STYLE SUBSAMPLE TASKS \
   TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
 # A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
@@ -67,7 +67,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
-  eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
+  eval-full eval-code lm-eval infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list (JSON=1: all targets, settings, flags and exit codes, for programs)
@@ -236,6 +236,8 @@ eval-full: $(READY) ## every held-out row, every metric, against its base
 	@$(SFTPLAY) eval-full $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 eval-code: $(READY) ## programs against tests: CONFIG= DATA=mbpp, humaneval or file (RUN=, NPROC=, N=1, TEMPERATURE=, SPLIT=test)
 	@$(SFTPLAY) eval-code $(WHICH) $(RUNNAME) $(call flag,--data,DATA) $(call flag,--split,SPLIT) $(COUNT) $(DRAW) $(SCALE) $(JSONFLAG) $(WORDS)
+lm-eval: $(READY) ## tasks of lm-evaluation-harness, run and base: RUN= TASKS=gsm8k,ifeval (JSON=1, ARGS="--limit 100 --include-path DIR")
+	@$(SFTPLAY) lm-eval $(WHICH) $(RUNNAME) $(call flag,--tasks,TASKS) $(JSONFLAG) $(WORDS)
 infer: $(READY) ## chat with a run's model, or solve a puzzle with IN=file: CONFIG= (RUN=, TEMPERATURE=, TOP_P=, MAX_NEW_TOKENS=, SEED=)
 	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(call flag,--in,IN) $(DRAW) $(WORDS)
 infer-batch: $(READY) ## answer every row of a file, resumable: CONFIG= IN= OUT= (RUN=, and as infer)

@@ -204,6 +204,15 @@ FLAGS: dict[str, Flags] = {
         **_SAMPLING,
         **_SCALE,
     },
+    "lm-eval": {
+        **_RUN,
+        "--tasks": _flag("names of the harness's tasks or groups, with commas", _names, default=()),
+        "--include-path": _flag("a folder of task files of your own", PATH, default=""),
+        "--limit": _flag("only so many rows of each task, the first ones", _positive),
+        "--num-fewshot": _flag("examples before each question; else the task's own number", _count),
+        "--no-template": _switch("ask with plain documents, not by the run's chat template"),
+        "--engine": _flag("what answers", choices=["transformers", "vllm"], default="transformers"),
+    },
     "infer": {
         **_RUN,
         "--base": _switch("the untuned model"),
@@ -295,6 +304,7 @@ VERBS = {
     "eval-quick": ("evaluate.evaluate", "measure it on 50 prompts, without its base"),
     "eval-full": ("evaluate.evaluate", "measure it on every held-out row, by every metric"),
     "eval-code": ("eval_code.eval_code", "run a run's programs against the tests of problems"),
+    "lm-eval": ("harness.lm_eval", "tasks of lm-evaluation-harness on a run and its base"),
     "infer": ("infer.infer", "chat with a run's model"),
     "infer-batch": ("infer.infer_batch", "answer every row of a file"),
     "download-model": ("download.download_model", "fetch a model from the hub into its cache"),
@@ -328,7 +338,7 @@ VERBS = {
 WITHOUT_CONFIG = (
     "demo", "init", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual", "compare", "report",
     "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix",
-    "setup-accelerate", "sandbox", "status", "logs", "cancel", "help",
+    "setup-accelerate", "sandbox", "status", "logs", "cancel", "help", "lm-eval",
 )  # fmt: skip
 """Verbs that run without --config."""
 

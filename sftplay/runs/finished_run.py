@@ -50,11 +50,15 @@ def open_run(
     return cfg.with_values(wanted, "command line"), folder
 
 
-def prepare_environment(cfg: RunConfig) -> None:
-    """Quieten the heavy libraries. Call it before the first of them is imported."""
+def prepare_environment(cfg: RunConfig, *, reads_hub: bool = False) -> None:
+    """Quieten the heavy libraries. Call it before the first of them is imported. With `reads_hub` data may come from
+    the hub although the model is here, and bars of progress are the caller's own.
+    """
     log.say("loading libraries and model", "use")
     os.environ.update(quiet_environment() | cache_environment())
-    if is_local(cfg.model.name):
+    if reads_hub:
+        os.environ.update({"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"})
+    elif is_local(cfg.model.name):
         # Nothing is downloaded; without this, progress bars of libraries would appear between the lines.
         os.environ.update(offline_environment())
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends packages nobody asked for
