@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.config.keys import all_keys, general_key
-from sftplay.config.kits.rows import convert_rows, convert_template
+from sftplay.config.kits.rows import convert_rows, convert_template, find_shipped
 from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, is_off, write
 from sftplay.config.resolved import flow
 
@@ -145,20 +145,84 @@ def convert_deepspeed(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     strategy = "ddp" if stage == 0 else f"zero{stage}"
     if offloads and stage >= 2:
         file = f"deepspeed_configs/zero{stage}_offload.json"
-        return Answer("translated", to, "with offloading", {to: strategy, "cluster.deepspeed": file})
+        return Answer("translated", to, "with offloading", {to: strategy, "cluster.deepspeed": find_shipped(file)})
     return write(to, strategy, "" if stage else "ZeRO stage 0 shares nothing")
 
 
 def convert_fsdp(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """What FSDP shards, as one word, a list of words, or a mapping's leaf."""
-    words = leaf.value if isinstance(leaf.value, list) else re.split(r"[\s,]+", str(leaf.value))
-    shown, to = " ".join(str(word).lower() for word in words), "cluster.strategy"
-    if is_off(foreign.kit, general_key(leaf.key), leaf.value):
+    """What FSDP shards, from all keys that say a word on it. `with`: `words`, keys of words or lists of words; `keeps`,
+    switches that are false where weights stay whole; `replicas`, the key of their number."""
+    to, names = "cluster.strategy", rule["with"]
+    words = [str(foreign.get(key) or "") for key in names["words"].split()]
+    shown = " ".join(words).lower()
+    if is_off(foreign.kit, general_key(leaf.key), leaf.value) and not shown.strip():
         return Answer("no_effect", None, "it is off")
-    found = "hsdp" if "hybrid" in shown else "zero2" if "grad_op" in shown else "ddp" if "no_shard" in shown else "fsdp"
-    if "offload" in words:
+    keeps = any(foreign.get(key) is False for key in names.get("keeps", "").split())
+    replicas = foreign.number(names["replicas"]) if "replicas" in names else None
+    if "hybrid" in shown or (isinstance(replicas, int) and replicas > 1):
+        found = "hsdp"
+    else:
+        found = "zero2" if "grad_op" in shown or keeps else "ddp" if "no_shard" in shown else "fsdp"
+    if "offload" in shown:
         return Answer("not_offered", to, "fsdp without offloading; zero3 with cluster.deepspeed offloads", {to: found})
     return write(to, found)
+
+
+def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """What trains, and in how many bits the base lies. `with`: the key `mode`, and `four_bits`, the keys that ask for 4."""
+    to, names = "tuning.mode", rule["with"]
+    mode = foreign.get(names["mode"])
+    here = rule["values"].get(str(mode or ""))
+    if here is None:
+        return Answer("not_offered", to, rule["otherwise"], {to: rule["nearest"]})
+    bits = [as_number(foreign.get(key)) for key in names["four_bits"].split()]
+    if leaf.key != names["mode"] and as_number(leaf.value) not in (True, 4, "bnb_4bit"):
+        return Answer("no_effect", None, "it is off")
+    here = "qlora" if here == "lora" and any(value in (True, 4) for value in bits) else here
+    return write(to, here, "every weight trains" if here == "full" else "")
+
+
+def convert_packing(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Rows packed into blocks. Other kits count blocks where this one counts rows, which `why` says."""
+    if leaf.value in (True, "true", "True"):
+        return write(rule["to"], True, rule["why"], differs=True)
+    return write(rule["to"], False)
+
+
+def convert_listed(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A list of names. `values`: a part of a name -> null where it changes nothing, else the kind of training it makes."""
+    names = leaf.value if isinstance(leaf.value, list) else [leaf.value]
+    for name in names:
+        known = [part for part in rule["values"] if part in str(name)]
+        if known and (mode := rule["values"][known[0]]):
+            return Answer("not_offered", "task_mode", f"{mode} is not offered", {"task_mode": mode}, refuses=True)
+        if not known:
+            return Answer("not_offered", None, f"{name}: {rule['otherwise']}")
+    return Answer("no_effect", None, rule["why"])
+
+
+def convert_column(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """The name of a column. `with`: the field of ours."""
+    name = rule["with"]
+    if leaf.value == name:
+        return Answer("no_effect", None, "the column has this name already")
+    return Answer("not_offered", None, f"write data.columns: {{{name}: {flow(leaf.value)}}}")
+
+
+def convert_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Reward functions: `module.function`, or the path of a file and a function. `with`: the key `weights`."""
+    names = leaf.value if isinstance(leaf.value, list) else re.split(r"[\s,]+", str(leaf.value))
+    weights = foreign.get(rule["with"]["weights"]) or []
+    entries = []
+    for number, name in enumerate(str(name) for name in names):
+        module, _, function = name.rpartition(".")
+        if not module:
+            return Answer("not_offered", "rewards", f"{name}: write it as module:function in rewards")
+        weight = as_number(weights[number]) if number < len(weights) else 1.0
+        entries.append({"name": re.sub(r"[^A-Za-z0-9_-]", "-", function)[:64], "use": f"{module}:{function}",
+                        "weight": float(weight)})  # fmt: skip
+    why = "a function here gets `completions` and the columns by name, see docs/rewards.md"
+    return Answer("translated", "rewards", why, {"rewards": entries})
 
 
 def convert_tracker(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -350,6 +414,11 @@ CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
     "mode": convert_mode,
     "deepspeed": convert_deepspeed,
     "fsdp": convert_fsdp,
+    "tuning": convert_tuning,
+    "packing": convert_packing,
+    "listed": convert_listed,
+    "column": convert_column,
+    "rewards": convert_rewards,
     "tracker": convert_tracker,
     "template": convert_template,
     "rows": convert_rows,

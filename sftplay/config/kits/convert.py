@@ -6,8 +6,8 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,48 +41,67 @@ def import_config(path: Path, kind: str = "", *, nproc: int = 1, out: str = "run
     """
     tree = read_tree(path)
     foreign = Foreign(tree, find_kit(tree, kind, where=str(path)), path.parent, nproc)
-    lines: dict[str, tuple[Any, str]] = {}
-    fields, notes, refusals = [], [], []
     leaves = [Leaf(key, value) for key, value in list_leaves(tree)]
-    for leaf in [*leaves, *_silent(foreign, leaves)]:
-        answer = find_answer(leaf, foreign)
-        source = f"{foreign.kit.title}{chr(39) + 's default of' if leaf.is_default else ':'} {leaf.key}"
-        comment = f"{source} {_shown(leaf)}{f'; {answer.why}' if answer.why else ''}"
-        for key, value in answer.values.items():
-            if key not in lines or (answer.refuses and key == "task_mode"):
-                lines[key] = (value, comment)
-        if answer.refuses:
-            refusals.append(f"{leaf.key}: {_shown(leaf)} - {answer.why}")
-        elif answer.verdict == "not_offered" or answer.differs:
-            notes.append(f"{'default of ' if leaf.is_default else ''}{leaf.key}: {_shown(leaf)} - {answer.why}")
-        if not leaf.is_default:
-            shown = _hidden(leaf)
-            fields.append({"key": leaf.key, "value": shown, "became": answer.became, "verdict": answer.verdict,
-                           "why": answer.why})  # fmt: skip
-    text, problems = _settle(lines, foreign, path=path, notes=notes, refusals=refusals, out=out)
+    answered = [(leaf, find_answer(leaf, foreign)) for leaf in [*leaves, *_silent(foreign, leaves)]]
+    text, problems = "", list[ConfigError]()
+    for _ in range(len(answered)):
+        text = _write(answered, foreign.kit, path=path)
+        with tempfile.TemporaryDirectory(prefix="sftplay-import-") as folder:
+            draft = Path(folder) / "run.yaml"
+            draft.write_text(text, encoding="utf-8")
+            problems = examine_config(draft)[1]
+        reasons = {problem.where.rpartition(" ")[2]: problem for problem in problems}
+        settled = [(leaf, _without_refused(answer, reasons)) for leaf, answer in answered]
+        if settled == answered:
+            for problem in problems:
+                problem.where = problem.where.replace(str(draft), out)
+            break
+        answered = settled
+    fields = [
+        {"key": leaf.key, "value": _hidden(leaf), "became": answer.became, "verdict": answer.verdict, "why": answer.why}
+        for leaf, answer in answered
+        if not leaf.is_default
+    ]
     return Imported(kit=foreign.kit, fields=fields, text=text, problems=problems)
 
 
-def _settle(
-    lines: dict[str, tuple[Any, str]], foreign: Foreign, *, path: Path, notes: list[str], refusals: list[str], out: str
-) -> tuple[str, list[ConfigError]]:
-    """The text of the config, and why it does not validate."""
+NEEDED = ("model.name", "task_mode", "data.train_path", "datasets")
+
+
+def _without_refused(answer: Answer, reasons: Mapping[str, ConfigError]) -> Answer:
+    """The answer without a value that this kit's own rules refuse."""
+    refused = [key for key in answer.values if key in reasons and key not in NEEDED]
+    if not refused:
+        return answer
+    why = f"refused here: {reasons[refused[0]].what.replace(chr(10), ' ')}"
+    values = {key: value for key, value in answer.values.items() if key not in refused}
+    became = None if answer.became in refused else answer.became
+    return replace(answer, verdict="not_offered", became=became, why=why, values=values)
+
+
+def _write(answered: Sequence[tuple[Leaf, Answer]], kit: Kit, *, path: Path) -> str:
+    """The text of the config. The first leaf that has a value for a key decides; a refused kind of training before all."""
+    lines: dict[str, tuple[Any, str]] = {}
+    notes, refusals = [], []
+    for leaf, answer in sorted(answered, key=lambda pair: not pair[1].refuses):
+        name = f"{kit.title}'s default of {leaf.key}" if leaf.is_default else f"{kit.title}: {leaf.key}"
+        said = f"; {answer.why}" if answer.why else ""
+        for key, value in answer.values.items():
+            lines.setdefault(key, (value, f"{name} {_shown(leaf)}{said}"))
+        note = f"{'default of ' if leaf.is_default else ''}{leaf.key}: {_shown(leaf)} - {answer.why}"
+        if answer.refuses:
+            refusals.append(note)
+        elif answer.verdict == "not_offered" or answer.differs:
+            notes.append(note)
     head = [
-        f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {foreign.kit.title}'s {path.name}.",
+        f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {path.name}.",
         "# Every other key and its default: `sftplay manual`.",
         *(["#", "# NOT OFFERED, so `validate` refuses this config and nothing trains:"] if refusals else []),
         *(f"# - {print_on_one_line(text)}" for text in refusals),
         *(["#", "# Not the same as there:"] if notes else []),
         *(f"# - {print_on_one_line(text)}" for text in notes),
     ]
-    text = join_sections(head, write_sections(lines))
-    with tempfile.TemporaryDirectory(prefix="sftplay-import-") as folder:
-        draft = Path(folder) / "run.yaml"
-        draft.write_text(text, encoding="utf-8")
-        _, problems = examine_config(draft)
-        for problem in problems:
-            problem.where = problem.where.replace(str(draft), out)
-    return text, problems
+    return join_sections(head, write_sections(lines))
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -188,13 +207,18 @@ def _follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     if "by" in rule:
         return CONVERSIONS[rule["by"]](leaf, rule, foreign)
     to, why, value, differs = rule["to"], rule.get("why", ""), as_number(leaf.value), rule.get("differs", False)
-    choices = {flow(there): here for there, here in rule.get("values", {}).items()}
+    if foreign.get(rule.get("first", "")) is not None:
+        return Answer("no_effect", None, f"{rule['first']} decides")
+    choices = {there if str(there)[:1] == "[" else flow(there): here for there, here in rule.get("values", {}).items()}
     shown = flow(leaf.value)
     if shown in choices:
         here = choices[shown]
-        return Answer("no_effect", None, why or "says nothing here") if here is None else write(to, here, why, differs=differs)
+        if here is None:
+            return Answer("no_effect", None, why or "it says nothing here")
+        return write(to, here, why, differs=differs, verdict="auto" if here == "auto" != leaf.value else "translated")
     if "otherwise" in rule:
         nearest = rule.get("nearest")
+        nearest = nearest.get(shown, nearest.get("*")) if isinstance(nearest, Mapping) else nearest
         return Answer("not_offered", to if nearest else None, rule["otherwise"], {to: nearest} if nearest else {})
     return write(to, value, why, differs=differs)
 

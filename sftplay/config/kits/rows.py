@@ -40,11 +40,11 @@ def convert_rows(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     found = next((one.answers[leaf.key] for one in sets if leaf.key in one.answers), None)
     found = found or Answer("not_offered", None, "how the rows are laid out is not known here")
     if "to" in rule:
-        values = {rule["to"]: sets[0].path} if sets and sets[0].path else {}
-        is_named = found.became == "data.train_path"
+        if found.became != "data.train_path":
+            return Answer("no_effect", None, "held-out rows are read as the training rows are")
         why = f"the first of {len(sets)} sets only" if len(sets) > 1 else found.why
-        verdict = "not_offered" if len(sets) > 1 and is_named else found.verdict
-        return Answer(verdict, rule["to"] if is_named else None, why, values if is_named else {}, found.refuses)
+        verdict = "not_offered" if len(sets) > 1 else found.verdict
+        return Answer(verdict, rule["to"], why, {rule["to"]: sets[0].path}, found.refuses)
     if found.refuses or not found.became or not sets:
         return found
     values, why, differs = combine(sets)
@@ -58,12 +58,14 @@ def convert_template(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The chat template by its name there. `with`: the reader of the data sets; `values`: name -> auto, chatml or alpaca;
     any other is the model's own, which auto takes."""
     sets = READERS[rule["with"]](rule.get("sets", "datasets"), foreign) if "with" in rule else []
-    to, name = "data.template", str(leaf.value)
+    to, name, known = "data.template", str(leaf.value), rule.get("values", {})
     if sets and all(one.template or one.kind == "cpt" for one in sets):
-        return Answer("no_effect", None, "the rows have a prompt of their own")
-    here = rule.get("values", {}).get(name)
+        return Answer("no_effect", None, "the rows have a prompt of their own, or none")
+    here = known.get(name)
+    if name in known and here is None:
+        return Answer("no_effect", None, "another key has the template")
     if here == "alpaca":
-        return write(to, template_path(), "the Alpaca prompt")
+        return write(to, find_shipped(ALPACA), "the Alpaca prompt")
     if here:
         return write(to, here)
     if name.endswith((".jinja", ".jinja2", ".j2")) or (len(name) < 200 and Path(name).is_file()):
@@ -73,10 +75,9 @@ def convert_template(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     return Answer("auto", to, "the tokenizer's own; a base model without one needs chatml or a Jinja file")
 
 
-def template_path() -> str:
-    """Return the path of the shipped template of Alpaca's prompt, from the current folder if that is the checkout."""
-    path = shipped(ALPACA)
-    return ALPACA if path == Path.cwd() / ALPACA or (ROOT == Path.cwd()) else str(path)
+def find_shipped(path: str) -> str:
+    """Return the path of a shipped file, from the current folder if that is the checkout."""
+    return path if ROOT == Path.cwd() else str(shipped(path))
 
 
 def combine(sets: Sequence[DataSet]) -> tuple[dict[str, Any], str, bool]:
@@ -213,7 +214,7 @@ def _axolotl_type(one: DataSet, kind: Any, prefix: str, foreign: Foreign) -> dic
     one.kind, one.format = rule.get("kind", "chat"), rule.get("format", "auto")
     one.columns |= rule.get("columns", {})
     if rule.get("template"):
-        one.template = template_path() if rule["template"] == "alpaca" else rule["template"]
+        one.template = find_shipped(ALPACA) if rule["template"] == "alpaca" else rule["template"]
     answers = {}
     if one.kind == "cpt":
         entry = foreign.get(prefix.partition(".")[0])

@@ -9,14 +9,16 @@
 - `rules`: key -> rule. A rule is the key here, which takes the value as it is, or a mapping of
   - `to`: the key here, or several with spaces between them;
   - `values`: value there -> value here. null: it says nothing here. A value that is not listed is kept, or, with
-    `otherwise` (why it is not offered), refused; `nearest` is then written instead;
+    `otherwise` (why it is not offered), refused; `nearest` is then written instead, a
+    value or one for each value there, with `*` for all others;
+  - `first`: a key that decides where the file has it;
   - `by` and `with`: the name of a conversion in `conversions.CONVERSIONS`, and what it needs besides the value;
   - `why`: a word on it for the table and the comment; `differs: true`: it is said at the top of the config too, because
     the run is not the same.
 - `defaults`: key -> what the kit does where its file is silent. They go through the rules as if the file had them, and
   are written out, so that the run is the same run.
 - `parts`: leading key -> keys that mean nothing while it is off. `key=a,b`: while it has none of these values.
-- `off`: key -> a value, or values, that say nothing, besides null, false, and whatever is empty.
+- `idle`: key -> a value, or values, that say nothing, besides null, false, and whatever is empty.
 - `no_effect`, `not_offered`: why -> keys. `auto`: "key here: why" -> keys. A key of `not_offered` with a value that is
   off counts as `no_effect`.
 - `rows`: what the conversions of data sets need (see `rows`).
@@ -51,7 +53,7 @@ class Kit:
     held_out: str = ""
     defaults: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
-    off: dict[str, Any] = field(default_factory=dict)
+    idle: dict[str, Any] = field(default_factory=dict)
     no_effect: dict[str, str] = field(default_factory=dict)
     auto: dict[str, str] = field(default_factory=dict)
     not_offered: dict[str, str] = field(default_factory=dict)
@@ -62,7 +64,8 @@ class Kit:
         that it does not know."""
         known = self.answers
         names = [key, *(f"{key.rsplit('.', cut)[0]}.*" for cut in range(1, key.count(".") + 1)), f"{key}.*"]
-        return next((known[name] for name in names if name in known), None)
+        is_block = any(name.startswith(f"{key}.") for name in known)
+        return next((known[name] for name in names if name in known), ("no_effect", "empty") if is_block else None)
 
     def lead(self, key: str) -> str:
         """Return the leading key of a part; empty for any other key."""
@@ -150,8 +153,8 @@ def is_off(kit: Kit, key: str, value: Any) -> bool:
     """Return whether a value says nothing: null, false, empty, or what the table names for the key."""
     if value is None or value is False or value in ("", [], {}):
         return True
-    off = kit.off.get(key, ())
-    return value in off if isinstance(off, list) else key in kit.off and value == off
+    idle = kit.idle.get(key, ())
+    return value in idle if isinstance(idle, list) else key in kit.idle and value == idle
 
 
 def as_number(value: Any) -> Any:
@@ -162,7 +165,7 @@ def as_number(value: Any) -> Any:
     return value
 
 
-def write(to: str, value: Any, why: str = "", *, differs: bool = False) -> Answer:
+def write(to: str, value: Any, why: str = "", *, differs: bool = False, verdict: Verdict = "translated") -> Answer:
     """Return the answer that writes a value, as the key here takes it."""
     known = all_keys().get(to)
     kinds = str(known.annotation) if known else ""
@@ -170,6 +173,6 @@ def write(to: str, value: Any, why: str = "", *, differs: bool = False) -> Answe
         value = int(value)
     if known and not isinstance(value, str | list) and "str" in kinds and "int" not in kinds:
         value = str(value)
-    return Answer("translated", to, why, {to: value}, differs=differs)
+    return Answer(verdict, to, why, {to: value}, differs=differs)
 
 
