@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from sftplay.config.kits import conversions
@@ -51,7 +52,7 @@ def convert_number_format(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The number format of bf16 and fp16, of which one given true decides, and of the weights. `with`: the key of these,
     `dtype`; `silent`: what the kit takes where neither is given, by the format of the weights, "" where that is silent."""
     to, names = "train.precision", rule["with"]
-    bf16, fp16, dtype = (foreign.tree.get(key) for key in ("bf16", "fp16", names["dtype"]))
+    bf16, fp16, dtype = (foreign.get(key) for key in ("bf16", "fp16", names["dtype"]))
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
     if bf16 is True or fp16 is True:
         return write(to, "bf16" if bf16 is True else "fp16")
@@ -89,8 +90,8 @@ def convert_vllm(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_known_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """Names of reward functions. `with`: `weights`, the key of their weights; `known`: name -> reward here, where a text
-    among its options that is a key of the file stands for the value of it."""
+    """Names of reward functions. `with`: `weights`, the key of their weights; `known`: name -> `use` and `options` here,
+    and `keys`, options that are the value of the first of some keys of the file."""
     names, to = leaf.value if isinstance(leaf.value, list) else [leaf.value], "rewards"
     weights = foreign.get(rule["with"]["weights"])
     weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
@@ -98,8 +99,10 @@ def convert_known_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     for name, weight in zip(map(str, names), weights, strict=True):
         dotted = re.fullmatch(r"([\w.]+)[.:]([A-Za-z_]\w*)", name)
         if entry := known.get(name):
-            options = {key: foreign.number(value) if isinstance(value, str) and key in ("most", "soft") else value
-                       for key, value in entry.get("options", {}).items()}  # fmt: skip
+            options = {**entry.get("options", {}), **{
+                option: next((foreign.number(key) for key in keys.split() if foreign.number(key)), 512)
+                for option, keys in entry.get("keys", {}).items()
+            }}  # fmt: skip
             made = {"name": name, "use": entry["use"], **({"options": options} if options else {})}
         elif dotted:
             made = {"name": dotted[2], "use": f"{dotted[1]}:{dotted[2]}"}
@@ -158,6 +161,36 @@ def convert_product(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     return write(rule["to"], size, said) if not rest and size else Answer("not_offered", None, f"{said} is no whole number")
 
 
+def convert_filled(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Rows of a micro-batch, which are accumulated until a step has at least so many. `with`: the key `rows`, and
+    `least`."""
+    rows, gpus = foreign.number(rule["with"]["rows"]) or 1, foreign.nproc
+    if not isinstance(rows, int) or rows < 1:
+        return Answer("not_offered", None, "is no number of rows")
+    accum = max(1, math.ceil(rule["with"]["least"] / rows / gpus))
+    why = f"{rows} rows x {accum} micro-batches x {gpus} GPU{'s' if gpus > 1 else ''} (NPROC=)"
+    return write("train.effective_batch_size", rows * accum * gpus, why)
+
+
+def convert_only(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A list with one entry."""
+    found = leaf.value if isinstance(leaf.value, list) else [leaf.value]
+    if len(found) > 1:
+        return Answer("not_offered", rule["to"], f"takes one: {found[0]}", {rule["to"]: str(found[0])})
+    return write(rule["to"], str(found[0])) if found else Answer("no_effect", None, "empty")
+
+
+def convert_text(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A text, or the name of a .txt file with it."""
+    text = str(leaf.value)
+    if text.endswith(".txt"):
+        files = [place for place in (foreign.folder / text, Path(text)) if place.is_file()]
+        if not files:
+            return Answer("not_offered", rule["to"], f"the text is in {text}, which is not here: write it there")
+        return write(rule["to"], files[0].read_text(encoding="utf-8", errors="replace"), f"the text of {text}")
+    return write(rule["to"], text.replace("\\n", "\n"))
+
+
 def convert_rank(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The rank of an adapter, 0 where every weight trains."""
     rank = as_number(leaf.value)
@@ -178,4 +211,7 @@ CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
     "ratio": convert_ratio,
     "product": convert_product,
     "rank": convert_rank,
+    "filled": convert_filled,
+    "only": convert_only,
+    "text": convert_text,
 }
