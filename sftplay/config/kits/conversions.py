@@ -78,13 +78,17 @@ def convert_held_out(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 def convert_precision(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The number format that several switches make together. `with`: the keys `bf16` and `fp16`, each one or more."""
     to, names = "train.precision", rule["with"]
-    asked = {kind: [foreign.get(key) for key in keys.split()] for kind, keys in names.items()}
-    if any(value in ("auto", "AUTO") for value in asked["bf16"]):
-        chosen = "auto"
-    elif any(value not in (None, False, "false") for value in asked["bf16"]):
+
+    def is_asked(kind: str, of: Callable[[str], Any]) -> bool:
+        return any(of(key) not in (None, False, "false", "auto", "AUTO") for key in names[kind].split())
+
+    if is_asked("bf16", foreign.tree.get):
         chosen = "bf16"
-    else:
-        chosen = "fp16" if any(value not in (None, False, "false") for value in asked["fp16"]) else "fp32"
+    elif is_asked("fp16", foreign.tree.get):
+        chosen = "fp16"
+    else:  # where one is switched off, and the other not on, nothing but fp32 is left
+        is_auto = any(foreign.get(key) in ("auto", "AUTO") for key in names["bf16"].split())
+        chosen = "auto" if is_auto else "fp32"
     return write(to, chosen)
 
 
@@ -117,7 +121,7 @@ def convert_mode(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     shown = str(leaf.value).lower()
     if shown in values:
         here = values[shown]
-        return Answer("no_effect", None, rule.get("why", "")) if here is None else write("task_mode", here)
+        return Answer("translated", "task_mode", rule.get("why", "")) if here is None else write("task_mode", here)
     if is_off(foreign.kit, general_key(leaf.key), leaf.value):
         return Answer("no_effect", None, "it is off, as it is here")
     name = rule.get("with") or shown
@@ -175,8 +179,10 @@ def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     if here is None:
         return Answer("not_offered", to, rule["otherwise"], {to: rule["nearest"]})
     bits = [as_number(foreign.get(key)) for key in names["four_bits"].split()]
-    if leaf.key != names["mode"] and as_number(leaf.value) not in (True, 4, "bnb_4bit"):
+    if leaf.key != names["mode"] and is_off(foreign.kit, leaf.key, leaf.value):
         return Answer("no_effect", None, "it is off")
+    if leaf.key != names["mode"] and as_number(leaf.value) not in (True, 4):
+        return Answer("not_offered", None, "4 bits are offered, as qlora; here the base lies in 16 bits")
     here = "qlora" if here == "lora" and any(value in (True, 4) for value in bits) else here
     return write(to, here, "every weight trains" if here == "full" else "")
 

@@ -85,8 +85,8 @@ def _write(answered: Sequence[tuple[Leaf, Answer]], kit: Kit, *, path: Path) -> 
     notes, refusals = [], []
     for leaf, answer in sorted(answered, key=lambda pair: not pair[1].refuses):
         name = f"{kit.title}'s default of {leaf.key}" if leaf.is_default else f"{kit.title}: {leaf.key}"
-        said = f"; {answer.why}" if answer.why else ""
         for key, value in answer.values.items():
+            said = f"; {answer.why}" if answer.why and (key == answer.became or len(answer.values) == 1) else ""
             lines.setdefault(key, (value, f"{name} {_shown(leaf)}{said}"))
         note = f"{'default of ' if leaf.is_default else ''}{leaf.key}: {_shown(leaf)} - {answer.why}"
         if answer.refuses:

@@ -267,10 +267,9 @@ def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: 
             if name in rows.get(what, "").split():
                 why = rows[f"why_{what}"]
                 return DataSet(name, answers={name: Answer("not_offered", "task_mode", why, {"task_mode": mode}, True)})
-        info = next((entry for entry in rows.get("shipped", {}).values() if name in entry["names"].split()), None)
-        if info is not None:
-            info = {**info, "hf_hub_url": info["hub"].replace("NAME", name)} if "hub" in info else {
-                **info, "file_name": info["file"].replace("NAME", name)}  # fmt: skip
+        for entry in rows.get("shipped", ()):
+            if place := entry["sets"].get(name):
+                info = {**entry, ("file_name" if "/" not in place and "." in place else "hf_hub_url"): place}
     if info is None:
         why = f"what {name} is stands in dataset_info.json, which is not here: write the path of its file"
         return DataSet(str(root / f"{name}.json"), answers={name: Answer("not_offered", "data.train_path", why)})
