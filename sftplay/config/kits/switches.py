@@ -111,10 +111,12 @@ def convert_known_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
             continue
         entries.append(made | ({} if weight in (None, 1, 1.0) else {"weight": float(weight)}))
     values: dict[str, Any] = {"task_mode": "grpo"} | ({to: entries} if entries else {})
+    said = "; ".join(known[name]["why"] for name in map(str, names) if "why" in known.get(name, {}))
     if unknown:
         why = f"{', '.join(unknown)}: code of that kit; write a function and name it in rewards, as path.py:function"
         return Answer("not_offered", to if entries else None, why, values)
-    return Answer("translated", to, "a function of yours gets completions as texts", values)
+    why = said or "a function of yours gets completions as texts"
+    return Answer("translated", to, why, values, differs=bool(said))
 
 
 def convert_completion(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -181,14 +183,30 @@ def convert_only(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_text(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """A text, or the name of a .txt file with it."""
+    """A text, or the name of a .txt file with it; ${key} in it is a value of the file."""
     text = str(leaf.value)
     if text.endswith(".txt"):
         files = [place for place in (foreign.folder / text, Path(text)) if place.is_file()]
         if not files:
             return Answer("not_offered", rule["to"], f"the text is in {text}, which is not here: write it there")
         return write(rule["to"], files[0].read_text(encoding="utf-8", errors="replace"), f"the text of {text}")
+    text = re.sub(r"\$\{([\w.]+)\}", lambda found: str(foreign.get(found[1]) or found[0]), text)
     return write(rule["to"], text.replace("\\n", "\n"))
+
+
+def convert_without(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A list without the entries `drop`, by the rule `is`."""
+    entries = leaf.value if isinstance(leaf.value, list) else [leaf.value]
+    kept = [entry for entry in entries if entry not in rule["drop"]]
+    return follow(leaf._replace(value=kept), rule["is"], foreign) if kept else Answer("no_effect", None, rule["why"])
+
+
+def convert_entries(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A list whose entries have a key each: `to`, with spaces between them."""
+    keys = rule["to"].split()
+    if not isinstance(leaf.value, list) or len(leaf.value) != len(keys):
+        return Answer("not_offered", None, f"is no list of {len(keys)}")
+    return Answer("translated", keys[0], "", dict(zip(keys, map(as_number, leaf.value), strict=True)))
 
 
 def convert_rank(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -213,5 +231,7 @@ CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
     "rank": convert_rank,
     "filled": convert_filled,
     "only": convert_only,
+    "entries": convert_entries,
+    "without": convert_without,
     "text": convert_text,
 }
