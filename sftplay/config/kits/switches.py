@@ -32,15 +32,18 @@ def follow_value(leaf: Leaf, rule: Rule) -> Answer:
 
 def convert_either(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The rule of the first lead in `with` that is on, "" being always. `silent`: the value where the file is silent,
-    instead of that in `defaults`; null writes nothing. `says`: a word on the value for silence, which makes another run."""
-    found = next((inner for lead, inner in rule["with"].items() if not lead or foreign.is_on(lead)), None)
+    instead of that in `defaults`; null writes nothing. `says`: a word on that value, by which the run is another one."""
+    lead, found = next(((lead, inner) for lead, inner in rule["with"].items() if not lead or foreign.is_on(lead)), ("", None))
     inner = found if isinstance(found, dict) else {"to": found}
     if leaf.is_default and "silent" in inner:
         leaf = leaf._replace(value=inner["silent"])
     if found is None or leaf.value is None:
         return Answer("no_effect", None, "says nothing of this kind of training")
     answer = follow(leaf, inner, foreign)
-    return replace(answer, why=inner["says"], differs=True) if leaf.is_default and "says" in inner else answer
+    if not leaf.is_default or "silent" not in inner:
+        return answer
+    said = inner.get("says") or f"{f'with {lead} ' if lead else ''}it is {flow(leaf.value)}"
+    return replace(answer, why=said, differs="says" in inner)
 
 
 def follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
