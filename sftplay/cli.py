@@ -328,9 +328,9 @@ VERBS = {
 """verb -> module of `sftplay.commands` and function, help. A function takes the arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
-    "demo", "init", "import-config", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual", "compare",
-    "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix",
-    "setup-accelerate", "sandbox", "status", "logs", "cancel",
+    "demo", "init", "import-config", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual",
+    "compare", "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check",
+    "matrix", "setup-accelerate", "sandbox", "status", "logs", "cancel",
 )  # fmt: skip
 """Verbs that run without --config."""
 

@@ -1,4 +1,4 @@
-"""The verb `import-config`: a config of another kit becomes one of this kit, and a table says what became of each field."""
+"""The verb `import-config`: a config of another kit becomes one of this kit; a table says what became of each field."""
 
 from __future__ import annotations
 

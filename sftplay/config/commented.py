@@ -16,7 +16,9 @@ def write_sections(lines: Mapping[str, tuple[Any, str]]) -> dict[str, list[str]]
     order = list(all_keys())
 
     def find_place(key: str) -> int:
-        return next(place for place, name in enumerate(order) if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}."))
+        return next(
+            place for place, name in enumerate(order) if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")
+        )
 
     for key in sorted(lines, key=find_place):
         value, comment = lines[key]

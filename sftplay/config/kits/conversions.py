@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.config.keys import all_keys, general_key
-from sftplay.config.kits.rows import convert_rows, convert_template, find_shipped
+from sftplay.config.kits.rows import READERS, convert_rows, convert_template, find_shipped
 from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, is_off, write
 from sftplay.config.resolved import flow
 
@@ -24,9 +24,8 @@ def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     size = (total or rows * accum) * foreign.nproc
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         return Answer("not_offered", None, "no number of rows can be made of it")
-    gpus = f"{foreign.nproc} GPU{'s' if foreign.nproc > 1 else ''} (NPROC=)"
-    how = f"a step of {total} rows" if total else f"{rows} rows x {accum} micro-batches"
-    return write("train.effective_batch_size", size, f"{how} x {gpus}")
+    how = f"{total} rows" if total else f"{rows} rows x {accum} (accumulation)"
+    return write("train.effective_batch_size", size, f"{how} x {foreign.nproc} GPUs" if foreign.nproc > 1 else how)
 
 
 def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -115,8 +114,8 @@ def convert_names(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_mode(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """A kind of training. One that is not among `values` is written as it is called, which `validate` refuses; `with` is
-    what it is called where the value is only a switch."""
+    """A kind of training. One that is not among `values` is written as it is called, which `validate` refuses; `with`
+    is what it is called where the value is only a switch."""
     values = rule.get("values", {})
     shown = str(leaf.value).lower()
     if shown in values:
@@ -172,7 +171,8 @@ def convert_fsdp(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """What trains, and in how many bits the base lies. `with`: the key `mode`, and `four_bits`, the keys that ask for 4."""
+    """What trains, and in how many bits the base lies. `with`: the key `mode`, and `four_bits`, the keys that ask for
+    4."""
     to, names = "tuning.mode", rule["with"]
     mode = foreign.get(names["mode"])
     here = rule["values"].get(str(mode or ""))
@@ -188,14 +188,19 @@ def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_packing(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """Rows packed into blocks. Other kits count blocks where this one counts rows, which `why` says."""
-    if leaf.value in (True, "true", "True"):
-        return write(rule["to"], True, rule["why"], differs=True)
-    return write(rule["to"], False)
+    """Rows packed into blocks. Other kits count blocks where this one counts rows, which `why` says. `with`: the reader
+    and the key of the data sets: documents, and several sets, are blocks in any case."""
+    packs = leaf.value in (True, "true", "True")
+    if "with" in rule:
+        sets = READERS[rule["with"]["reader"]](rule["with"]["sets"], foreign)
+        if sets and (len(sets) > 1 or sets[0].kind == "cpt"):
+            return Answer("auto", "task_mode", "the rows are full blocks of model.max_seq_len tokens")
+    return write(rule["to"], packs, rule["why"] if packs else "", differs=packs)
 
 
 def convert_listed(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """A list of names. `values`: a part of a name -> null where it changes nothing, else the kind of training it makes."""
+    """A list of names. `values`: a part of a name -> null where it changes nothing, else the kind of training that it
+    makes."""
     names = leaf.value if isinstance(leaf.value, list) else [leaf.value]
     for name in names:
         known = [part for part in rule["values"] if part in str(name)]
@@ -231,10 +236,12 @@ def convert_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_tracker(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """Trackers by transformers' names. One that is not installed here is said, as `validate` would refuse it. `with`: the
-    tracker, where the value is something else of it."""
+    """Trackers by transformers' names. One that is not installed here is said, as `validate` would refuse it. `with`:
+    the tracker, where the value is something else of it."""
     to = "logging.backend"
-    value = [rule["with"]] if "with" in rule else leaf.value if isinstance(leaf.value, list) else str(leaf.value).split(",")
+    value = (
+        [rule["with"]] if "with" in rule else leaf.value if isinstance(leaf.value, list) else str(leaf.value).split(",")
+    )
     names = [str(name).strip().lower() for name in value]
     names = [name for name in names if name and name not in ("none", "false")]
     if names == ["all"]:

@@ -45,7 +45,7 @@ def import_config(path: Path, kind: str = "", *, nproc: int = 1, out: str = "run
     answered = [(leaf, find_answer(leaf, foreign)) for leaf in [*leaves, *_silent(foreign, leaves)]]
     text, problems = "", list[ConfigError]()
     for _ in range(len(answered)):
-        text = _write(answered, foreign.kit, path=path)
+        text = _write(answered, foreign.kit, path=path, nproc=nproc)
         with tempfile.TemporaryDirectory(prefix="sftplay-import-") as folder:
             draft = Path(folder) / "run.yaml"
             draft.write_text(text, encoding="utf-8")
@@ -79,23 +79,29 @@ def _without_refused(answer: Answer, reasons: Mapping[str, ConfigError]) -> Answ
     return replace(answer, verdict="not_offered", became=became, why=why, values=values)
 
 
-def _write(answered: Sequence[tuple[Leaf, Answer]], kit: Kit, *, path: Path) -> str:
-    """The text of the config. The first leaf that has a value for a key decides; a refused kind of training before all."""
+def _write(answered: Sequence[tuple[Leaf, Answer]], kit: Kit, *, path: Path, nproc: int) -> str:
+    """The text of the config. The first leaf that has a value for a key decides, a refused kind of training before
+    all."""
     lines: dict[str, tuple[Any, str]] = {}
     notes, refusals = [], []
-    for leaf, answer in sorted(answered, key=lambda pair: not pair[1].refuses):
+    first = sorted(answered, key=lambda pair: not pair[1].refuses)
+    for leaf, answer in first:
         name = f"{kit.title}'s default of {leaf.key}" if leaf.is_default else f"{kit.title}: {leaf.key}"
-        for key, value in answer.values.items():
-            said = f"; {answer.why}" if answer.why and (key == answer.became or len(answer.values) == 1) else ""
-            lines.setdefault(key, (value, f"{name} {_shown(leaf)}{said}"))
+        if answer.became and answer.became in answer.values:
+            said = f"; {answer.why}" if answer.why else ""
+            lines.setdefault(answer.became, (answer.values[answer.became], f"{name} {_shown(leaf)}{said}"))
         note = f"{'default of ' if leaf.is_default else ''}{leaf.key}: {_shown(leaf)} - {answer.why}"
         if answer.refuses:
             refusals.append(note)
         elif answer.verdict == "not_offered" or answer.differs:
             notes.append(note)
+    for leaf, answer in first:
+        for key, value in answer.values.items():
+            lines.setdefault(key, (value, f"by {leaf.key} {_shown(leaf)}"))
     head = [
         f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {path.name}.",
-        "# Every other key and its default: `sftplay manual`.",
+        "# Every other key and its default: `sftplay manual`. Next: validate, inspect, plan, train.",
+        f"# Rows of a step are those of {nproc} GPU{'s' if nproc > 1 else ''}: there GPUs multiply them, here NPROC= did.",
         *(["#", "# NOT OFFERED, so `validate` refuses this config and nothing trains:"] if refusals else []),
         *(f"# - {print_on_one_line(text)}" for text in refusals),
         *(["#", "# Not the same as there:"] if notes else []),
@@ -191,7 +197,8 @@ def find_answer(leaf: Leaf, foreign: Foreign) -> Answer:
         guess = f"; did you mean {near[0]}?" if near else ""
         return Answer("not_offered", None, f"this key is not known of {kit.title}{guess}")
     if lead and not foreign.is_on(lead):
-        return Answer("no_effect", None, f"{lead} is not what the file says")
+        name, _, wanted = lead.partition("=")
+        return Answer("no_effect", None, f"only where {name} is {wanted.replace(',', ' or ') or 'on'}")
     if leaf.value is None:
         default = kit.defaults.get(key)
         return Answer("no_effect", None, "empty" if default is None else f"empty: {kit.title} takes {flow(default)}")
@@ -216,11 +223,15 @@ def _follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         here = choices[shown]
         if here is None:
             return Answer("no_effect", None, why or "it says nothing here")
-        return write(to, here, why, differs=differs, verdict="auto" if here == "auto" != leaf.value else "translated")
+        return write(
+            to,
+            here,
+            why,
+            differs=differs,
+            verdict=rule.get("verdict", "translated") if here == "auto" else "translated",
+        )
     if "otherwise" in rule:
         nearest = rule.get("nearest")
         nearest = nearest.get(shown, nearest.get("*")) if isinstance(nearest, Mapping) else nearest
         return Answer("not_offered", to if nearest else None, rule["otherwise"], {to: nearest} if nearest else {})
-    return write(to, value, why, differs=differs)
-
-
+    return write(to, value, "" if choices else why, differs=differs)

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.data import DatasetConfig
-from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, is_off, write
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, Verdict, is_off, write
 from sftplay.places import ROOT, shipped
 
 ALPACA = "configs/templates/alpaca.jinja"
 SHAREGPT = ("conversations", "conversation", "dialogue")
 """Names of the column of turns that the layout sharegpt finds by itself (data/layouts.py)."""
 
-ROLES = "system user human assistant gpt chatgpt bing bard bot model tool function observation ipython".split()
+ROLES = ("system", "user", "human", "assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model", "tool", "function",
+         "observation", "function_response", "tool_response", "ipython")  # fmt: skip
+"""Names of roles in chats that are known here (data/turns.py)."""
 
 
 @dataclass
@@ -43,7 +44,7 @@ def convert_rows(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         if found.became != "data.train_path":
             return Answer("no_effect", None, "held-out rows are read as the training rows are")
         why = f"the first of {len(sets)} sets only" if len(sets) > 1 else found.why
-        verdict = "not_offered" if len(sets) > 1 else found.verdict
+        verdict: Verdict = "not_offered" if len(sets) > 1 else found.verdict
         return Answer(verdict, rule["to"], why, {rule["to"]: sets[0].path}, found.refuses)
     if found.refuses or not found.became or not sets:
         return found
@@ -55,8 +56,8 @@ def convert_rows(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_template(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """The chat template by its name there. `with`: the reader of the data sets; `values`: name -> auto, chatml or alpaca;
-    any other is the model's own, which auto takes."""
+    """The chat template by its name there. `with`: the reader of the data sets; `values`: name -> auto, chatml or
+    alpaca; any other is the model's own, which auto takes."""
     sets = READERS[rule["with"]](rule.get("sets", "datasets"), foreign) if "with" in rule else []
     to, name, known = "data.template", str(leaf.value), rule.get("values", {})
     if sets and all(one.template or one.kind == "cpt" for one in sets):
@@ -77,15 +78,13 @@ def convert_template(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def find_shipped(path: str) -> str:
     """Return the path of a shipped file, from the current folder if that is the checkout."""
-    return path if ROOT == Path.cwd() else str(shipped(path))
+    return path if Path.cwd() == ROOT else str(shipped(path))
 
 
 def combine(sets: Sequence[DataSet]) -> tuple[dict[str, Any], str, bool]:
     """Return what is written for these sets, a word on it, and whether the run is another one by that."""
-    columns: dict[str, str] = {}
-    for one in sets:
-        for name, column in one.columns.items():
-            columns.setdefault(name, column)
+    is_alike = all(one.columns == sets[0].columns for one in sets)
+    columns = sets[0].columns if is_alike else {}
     values: dict[str, Any] = {}
     kinds = {one.kind for one in sets}
     if kinds == {"cpt"}:
@@ -101,16 +100,19 @@ def combine(sets: Sequence[DataSet]) -> tuple[dict[str, Any], str, bool]:
         values["data.template"] = template
     if len(sets) == 1:
         return {**values, "data.train_path": sets[0].path}, "", False
-    entries, counts = [], [one.weight or count_rows(one.path) for one in sets]
+    entries: list[dict[str, Any]] = []
+    counts = [one.weight or count_rows(one.path) for one in sets]
     is_counted = all(counts)
     for number, (one, count) in enumerate(zip(sets, counts, strict=True)):
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", Path(one.path).stem)[:56] or "rows"
         name = f"{name}-{number}" if any(entry["name"] == name for entry in entries) else name
         kind = "cpt" if one.kind == "cpt" else "chat"
-        entries.append({"name": name, "path": one.path, "type": kind, "weight": float(count or 1) if is_counted else 1.0})
+        weight = float(count or 1) if is_counted else 1.0
+        entries.append({"name": name, "path": one.path, "type": kind, "weight": weight})
     values |= {"datasets": entries, "cpt.weights_of": "examples"}
     shares = "shares by their rows" if is_counted else "equal shares, as the sizes are not known here: set weight"
-    why = f"several sets are mixed as full blocks ({shares}); for rows instead put them into one file: task_mode sft"
+    why = f"several sets are mixed as full blocks ({shares}); for rows put them into one file, with task_mode sft"
+    why += "" if is_alike else "; their columns differ: give them the same names"
     return values, why, True
 
 
@@ -172,7 +174,7 @@ def _axolotl_set(entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> Dat
                  "message_field_role", "message_field_content"):  # fmt: skip
         last = name.rpartition(".")[2]
         is_plain = last in ("field_messages", "role", "content", "message_field_role", "message_field_content")
-        verdict = "translated" if keeps and is_plain else "not_offered"
+        verdict: Verdict = "translated" if keeps and is_plain else "not_offered"
         reason = why if is_plain else "this key of a message is found by its own name, or not read"
         answers[f"{prefix}.{name}"] = Answer(verdict, to if verdict == "translated" else None, reason)
     for role_name, names in (entry.get("roles") or {}).items():
@@ -250,7 +252,7 @@ def read_llamafactory(key: str, foreign: Foreign) -> list[DataSet]:
     reasons = [answer for one in sets for answer in one.answers.values()]
     whole = next((answer for answer in reasons if answer.refuses), None)
     said = "; ".join(dict.fromkeys(answer.why for answer in reasons if answer.why))
-    verdict = "not_offered" if any(answer.verdict == "not_offered" for answer in reasons) else "translated"
+    verdict: Verdict = "not_offered" if any(answer.verdict == "not_offered" for answer in reasons) else "translated"
     answer = whole or Answer(verdict, "data.train_path", said)
     for one in sets:
         one.answers = {key: answer}
@@ -306,7 +308,7 @@ def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: 
     for part, default in (("subset", None), ("split", "train"), ("folder", None), ("num_samples", None)):
         if info.get(part) not in (None, default):
             notes.append(f"its {part} {info[part]} cannot be chosen here: the default part is read whole")
-    verdict = "not_offered" if notes else "translated"
+    verdict: Verdict = "not_offered" if notes else "translated"
     one.answers = {name: Answer(verdict, "data.train_path", "; ".join(notes))}
     return one
 

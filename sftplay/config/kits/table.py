@@ -13,6 +13,7 @@
     value or one for each value there, with `*` for all others;
   - `first`: a key that decides where the file has it;
   - `by` and `with`: the name of a conversion in `conversions.CONVERSIONS`, and what it needs besides the value;
+  - `verdict: auto`: where `auto` is written, the kit decides and nothing was translated;
   - `why`: a word on it for the table and the comment; `differs: true`: it is said at the top of the config too, because
     the run is not the same.
 - `defaults`: key -> what the kit does where its file is silent. They go through the rules as if the file had them, and
@@ -80,7 +81,7 @@ class Kit:
         found: dict[str, tuple[str, Any]] = {}
         for lead, names in self.parts.items():
             what = f"belongs to {lead.partition('=')[0]}, which is not offered"
-            found |= {name: ("not_offered", what) for name in names.split()}
+            found |= dict.fromkeys(names.split(), ("not_offered", what))
         for part in ("not_offered", "auto", "no_effect"):
             found |= {name: (part, why) for why, names in getattr(self, part).items() for name in names.split()}
         return found | {name: ("rules", rule) for name, rule in self.rules.items()}
@@ -180,5 +181,3 @@ def write(to: str, value: Any, why: str = "", *, differs: bool = False, verdict:
     if known and not isinstance(value, str | list) and "str" in kinds and "int" not in kinds:
         value = str(value)
     return Answer(verdict, to, why, {to: value}, differs=differs)
-
-
