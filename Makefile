@@ -65,7 +65,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments goals "$$TYPED_GOALS"
 
-.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check init import-config completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code lm-eval infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
@@ -90,6 +90,8 @@ check: $(READY) ## lint, format and types of this repository
 	@$(SFTPLAY) check $(WORDS)
 init: $(READY) ## write a commented config for your rows: DATA=file (OUT=run.yaml)
 	@$(SFTPLAY) init $(call flag,--data,DATA) $(OUTPUT) $(JSONFLAG) $(WORDS)
+import-config: $(READY) ## a config of axolotl, LLaMA-Factory, ms-swift, TRL or verl as one of this kit: IN=file OUT=run.yaml (KIND=, NPROC=1)
+	@$(SFTPLAY) import-config $(call flag,--in,IN) $(call flag,--kind,KIND) $(OUTPUT) $(call flag,--nproc,NPROC) $(JSONFLAG) $(WORDS)
 validate: $(READY) ## check a config: CONFIG=
 	@$(SFTPLAY) validate $(WHICH) $(JSONFLAG) $(WORDS)
 completion: $(READY) ## a shell's completion of verbs, flags and keys: FOR=bash, zsh or fish

@@ -120,6 +120,14 @@ FLAGS: dict[str, Flags] = {
         "--data": _flag("a file or folder with rows", default=""),
         "--out": _flag("the config to write", PATH, default="run.yaml"),
     },
+    "import-config": {
+        "--in": _flag("the config of another kit, YAML or JSON", PATH, dest="input", required=True),
+        "--kind": _flag(
+            "the kit; else its keys tell", choices=["axolotl", "llamafactory", "swift", "trl", "verl"], default=""
+        ),
+        "--out": _flag("the config to write", PATH, required=True),
+        "--nproc": _flag("GPUs that the config was meant for: other kits multiply by them", _processes, default=1),
+    },
     "ingest": {
         "--in": _flag("a folder of documents, or one file", PATH, dest="input", required=True),
         "--out": _flag("the jsonl file to write; the report lies next to it", PATH, required=True),
@@ -295,6 +303,7 @@ VERBS = {
         "turn files of puzzles into the folder that task hrm learns from",
     ),
     "init": ("config.init", "write a commented config for a data file"),
+    "import-config": ("import_config.import_config", "turn a config of another kit into one of this kit"),
     "validate": ("config.validate", "check a config and say what each value is and why"),
     "completion": ("completion.completion", "print a shell's completion: bash, zsh or fish"),
     "schema": ("config.manual", "print the JSON schema of the config, or of what the verbs print"),
@@ -336,14 +345,17 @@ VERBS = {
 """verb -> module of `sftplay.commands` and function, help. A function takes the arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
-    "demo", "init", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual", "compare", "report",
-    "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix",
-    "setup-accelerate", "sandbox", "status", "logs", "cancel", "help", "lm-eval",
+    "demo", "init", "import-config", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual",
+    "compare", "report", "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check",
+    "gpu-check", "matrix", "setup-accelerate", "sandbox", "status", "logs", "cancel", "help", "lm-eval",
 )  # fmt: skip
 """Verbs that run without --config."""
 
 WITHOUT_JSON = ("completion", "manual", "infer", "serve", "tensorboard", "tb-stop", "check")
 """Verbs that have no JSON document. configs/verbs.schema.json describes those of all others."""
+
+NO_OVERRIDES = ("compare", "report", "comm-check", "status", "logs", "cancel", "import-config")
+"""Verbs that take no config values where no config is named."""
 
 FLAGS_OF_VARIABLES = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--shell"}}
 """Verb -> what it takes without a flag, in order."""
@@ -482,7 +494,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise ConfigError(problem, where="--", fix="leave out what follows `--`")
     if args.json and verb in WITHOUT_JSON:
         raise ConfigError(f"{verb} prints no JSON document", where="--json", fix="leave it out")
-    if args.overrides and not args.config and verb in ("compare", "report", "comm-check", "status", "logs", "cancel"):
+    if args.overrides and not args.config and verb in NO_OVERRIDES:
         problem = f"{verb} has no config to set {args.overrides[0]!r} in"
         raise ConfigError(problem, where="command line", fix="leave it out, or name the config with CONFIG=")
     if not args.config and args.verb not in WITHOUT_CONFIG:

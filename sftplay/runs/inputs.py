@@ -114,15 +114,17 @@ def load_checked(
 ) -> RunConfig:
     """Return the config as `load_config` does, with its inputs checked too; raise all problems of both at once.
 
-    Without `needs_data` the data of a task that reads no text may be missing.
+    Without `needs_data` files of rows may be missing, as a plan is often made elsewhere; one that is almost there is
+    refused all the same.
     """
     cfg, found = examine_config(path, overrides)
     problems: list[SftplayError] = list(found)
     if cfg is not None:
         # A key that is missing or was refused has no origin. Its stand-in says nothing about the inputs.
         keys = [key for key in _keys(cfg) if not found or key in cfg.origins]
-        if not cfg.task.reads_text and not needs_data:
-            keys = [key for key in keys if not key.startswith("data.") or Path(cfg.get_value(key)).exists()]
+        if not needs_data:
+            absent = {key for key, path in row_paths(cfg) if not Path(path).exists() and not _near_files(path)}
+            keys = [key for key in keys if key not in absent]
         problems += _problems(cfg, keys, asks_hub=asks_hub and not found)
     if problems:
         raise _join_problems(problems)
@@ -186,14 +188,18 @@ def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
             list_files(path)
         except DataError as error:
             fix = error.fix if Path(path).exists() else f"correct {key}; it starts at the current folder"
-            names: list[str] = []
-            with suppress(OSError):
-                names = [file.name for file in Path(path).parent.iterdir() if find_suffix(file)]
-            if near := nearest_names(Path(path).name, names):
+            if near := _near_files(path):
                 fix = f"did you mean {str(Path(path).with_name(near[0]))!r}?"
             raise DataError(f"{path}: {error.what}", where=_where(cfg, key), fix=fix, nearest=near) from None
         if key != "data.test_path":  # training only looks at its readable rows
             _check_first_rows(path, key, cfg=cfg)
+
+
+def _near_files(path: str) -> list[str]:
+    """The files with rows in the same folder whose names are like that of `path`, the nearest first."""
+    with suppress(OSError):
+        return nearest_names(Path(path).name, [file.name for file in Path(path).parent.iterdir() if find_suffix(file)])
+    return []
 
 
 def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:

@@ -16,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.load import load_config
-from sftplay.config.resolved import flow
 from sftplay.config.run import RunConfig
 from sftplay.data.files import list_files, listed
 from sftplay.data.layouts import LayoutOptions, detect_layout, read_layout_options, to_record
@@ -181,36 +181,18 @@ def command_for(verb: str, config: str) -> str:
 
 def _write(lines: dict[str, tuple[Any, str]], *, survey: Survey, out: str) -> str:
     rows = f"{len(survey.records):,} rows" if survey.is_all else f"the first {SURVEYED_ROWS:,} rows"
-    source = _print_on_one_line(str(lines["data.train_path"][0]))
+    source = print_on_one_line(str(lines["data.train_path"][0]))
     head = [
         f"# Made by `sftplay init` on {time.strftime('%Y-%m-%d')} from {rows} of {source}, for this machine.",
         "# Every other key and its default: `sftplay manual`.",
         "#",
-        *(f"# {_print_on_one_line(command_for(verb, out)):<42} {what}" for verb, what in NEXT.items()),
+        *(f"# {print_on_one_line(command_for(verb, out)):<42} {what}" for verb, what in NEXT.items()),
     ]
-    sections: dict[str, list[str]] = {}
-    order = list(RunConfig.model_fields)
-    for key in sorted(lines, key=lambda key: order.index(key.partition(".")[0])):
-        value, comment = lines[key]
-        section, _, rest = key.partition(".")
-        *path, last = rest.split(".") if rest else [section]
-        inside = sections.setdefault(section, [f"{section}:"]) if rest else head
-        for depth, name in enumerate(path):
-            opened = f"{'  ' * (depth + 1)}{name}:"
-            if opened not in inside:
-                inside.append(opened)
-        indent = "  " * (len(path) + 1) if rest else ""
-        text, comment = f"{indent}{last}: {flow(value)}", _print_on_one_line(comment)
-        line = f"{text:<44} # {comment}"
-        inside += [*([] if rest else [""]), line if len(line) <= 120 else f"{indent}# {comment}\n{text}"]
+    sections = write_sections(lines)
     if "data.val_path" not in lines:
         sections["data"].append("  # val_path: held-out rows of your own; without it one prompt in twenty is held out")
     sections.setdefault("eval", ["# eval:", *(f"#   {key}: true" for key in ("before", "after"))])
-    return "\n".join([*head, *(f"\n{chr(10).join(inside)}" for inside in sections.values())]) + "\n"
-
-
-def _print_on_one_line(text: str) -> str:
-    return "".join(character if character.isprintable() else " " for character in text)
+    return join_sections(head, sections)
 
 
 SURVEYED_ROWS = 5_000

@@ -1,0 +1,278 @@
+"""Named conversions of values: what the rules of the tables call, from a value there to what is written here."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sftplay.config.keys import all_keys, general_key
+from sftplay.config.kits.rows import READERS, convert_rows, convert_template, find_shipped
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, is_off, write
+from sftplay.config.resolved import flow
+
+
+def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Rows of a micro-batch times accumulation times GPUs. `with`: the keys `rows` and `accum`, perhaps `total`."""
+    names = rule["with"]
+    rows, accum = foreign.number(names["rows"]) or 1, foreign.number(names["accum"]) or 1
+    total = foreign.number(names["total"]) if "total" in names and names["accum"] not in foreign.tree else None
+    size = (total or rows * accum) * foreign.nproc
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        return Answer("not_offered", None, "no number of rows can be made of it")
+    how = f"{total} rows" if total else f"{rows} rows x {accum} (accumulation)"
+    return write("train.effective_batch_size", size, f"{how} x {foreign.nproc} GPUs" if foreign.nproc > 1 else how)
+
+
+def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Steps between two events; below 1 a share of all steps. `with`: the key of the number of steps, if there is one;
+    `epochs: true`: the value counts events in an epoch."""
+    to, value, names = rule["to"], as_number(leaf.value), rule.get("with", {})
+    if to == "train.eval_steps" and not foreign.holds_out:
+        return Answer("no_effect", None, "there are no held-out rows to evaluate")
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        return Answer("auto", to, "once an epoch here")
+    if names.get("epochs"):
+        why = "once an epoch" if value == 1 else "once an epoch here; for more write it, as steps"
+        return Answer("translated" if value == 1 else "auto", to, why)
+    if value >= 1:
+        return write(to, int(value))
+    total = foreign.number(names.get("total", ""))
+    if isinstance(total, int) and total > 0:
+        return write(to, max(1, math.ceil(value * total)), f"{value:g} of {total} steps")
+    return Answer("auto", to, "once an epoch here: it is a share of the steps, which depend on the rows")
+
+
+def convert_warmup(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Steps of warm-up as a share of all steps. `with`: the key of their number, `total`; `first`: a key that goes
+    before this one."""
+    value, names, to = as_number(leaf.value), rule.get("with", {}), "train.warmup_ratio"
+    first = names.get("first", "")
+    if first and foreign.number(first):
+        return Answer("no_effect", None, f"{first} goes before it")
+    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+        return Answer("not_offered", None, "is no number of steps")
+    if value < 1:
+        return write(to, float(value), "a share of the steps")
+    total = foreign.number(names.get("total", ""))
+    if isinstance(total, int) and total > value:
+        return write(to, round(value / total, 6), f"{value:g} of {total} steps")
+    why = f"a share of the steps is wanted: write {value:g} / steps (`make plan` counts them); 0.03 until then"
+    return Answer("not_offered", to, why, {to: 0.03})
+
+
+def convert_held_out(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Share of the rows to hold out, or their number."""
+    value = as_number(leaf.value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
+        return write("data.split", float(value) if value else 0, "" if value else "nothing is held out")
+    why = "a share of the rows is wanted, this is a number of rows; one prompt in twenty is held out"
+    return Answer("not_offered", "data.split", why, {"data.split": 0.05})
+
+
+def convert_precision(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """The number format that several switches make together. `with`: the keys `bf16` and `fp16`, each one or more."""
+    to, names = "train.precision", rule["with"]
+
+    def is_asked(kind: str, of: Callable[[str], Any]) -> bool:
+        return any(of(key) not in (None, False, "false", "auto", "AUTO") for key in names[kind].split())
+
+    if is_asked("bf16", foreign.tree.get):
+        chosen = "bf16"
+    elif is_asked("fp16", foreign.tree.get):
+        chosen = "fp16"
+    else:  # where one is switched off, and the other not on, nothing but fp32 is left
+        is_auto = any(foreign.get(key) in ("auto", "AUTO") for key in names["bf16"].split())
+        chosen = "auto" if is_auto else "fp32"
+    return write(to, chosen)
+
+
+def convert_targets(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Names of the layers that get an adapter: a list, a text with commas, or a word for all linear layers. `with`: the
+    words, and the key that asks for all of them."""
+    to, names, value = "tuning.lora.target_modules", rule.get("with", {}), leaf.value
+    if names.get("all") and foreign.get(names["all"]):
+        return Answer("translated", to, f"{names['all']} takes every linear layer", {to: "auto"})
+    parts = value if isinstance(value, list) else re.split(r",\s*", str(value))
+    parts = [str(part).strip() for part in parts if str(part).strip()]
+    if any(part in names.get("words", "all all-linear all_linear").split() for part in parts) or not parts:
+        return write(to, "auto", "every linear layer but the output head")
+    if any(set(part) & set("*[]()|^$\\+?") for part in parts):
+        why = "a pattern is not offered, only names of layers; auto takes every linear layer"
+        return Answer("not_offered", to, why, {to: "auto"})
+    return write(to, parts)
+
+
+def convert_names(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A list, or a text with commas between the names."""
+    value = leaf.value if isinstance(leaf.value, list) else re.split(r",\s*", str(leaf.value))
+    return write(rule["to"], [str(name).strip() for name in value if str(name).strip()], rule.get("why", ""))
+
+
+def convert_mode(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A kind of training. One that is not among `values` is written as it is called, which `validate` refuses; `with`
+    is what it is called where the value is only a switch."""
+    values = rule.get("values", {})
+    shown = str(leaf.value).lower()
+    if shown in values:
+        here = values[shown]
+        return Answer("translated", "task_mode", rule.get("why", "")) if here is None else write("task_mode", here)
+    if is_off(foreign.kit, general_key(leaf.key), leaf.value):
+        return Answer("no_effect", None, "it is off, as it is here")
+    name = rule.get("with") or shown
+    return Answer("not_offered", "task_mode", rule["otherwise"], {"task_mode": name}, refuses=True)
+
+
+def convert_deepspeed(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """The ZeRO stage of a DeepSpeed file, from the file or else from its name."""
+    to, value = "cluster.strategy", leaf.value
+    settings: Any = value
+    if isinstance(value, str):
+        places = (Path(value), foreign.folder / value)
+        text = next((place.read_text(encoding="utf-8", errors="replace") for place in places if place.is_file()), "{}")
+        try:
+            settings = json.loads(text)
+        except ValueError:
+            settings = {}
+    zero = settings.get("zero_optimization", {}) if isinstance(settings, dict) else {}
+    named = re.search(r"z(?:ero)?[-_]?([0-3])", str(value)) if isinstance(value, str) else None
+    stage = zero.get("stage", int(named[1]) if named else None)
+    if stage not in (0, 1, 2, 3):
+        return Answer("not_offered", to, "no ZeRO stage can be found in it: write zero1, zero2 or zero3", {})
+    offloads = "offload" in str(value) or any(key.startswith("offload") for key in zero)
+    strategy = "ddp" if stage == 0 else f"zero{stage}"
+    if offloads and stage >= 2:
+        file = f"deepspeed_configs/zero{stage}_offload.json"
+        return Answer("translated", to, "with offloading", {to: strategy, "cluster.deepspeed": find_shipped(file)})
+    return write(to, strategy, "" if stage else "ZeRO stage 0 shares nothing")
+
+
+def convert_fsdp(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """What FSDP shards, from all keys that say a word on it. `with`: `words`, keys of words or lists of words; `keeps`,
+    switches that are false where weights stay whole; `replicas`, the key of their number."""
+    to, names = "cluster.strategy", rule["with"]
+    words = [str(foreign.get(key) or "") for key in names["words"].split()]
+    shown = " ".join(words).lower()
+    if is_off(foreign.kit, general_key(leaf.key), leaf.value) and not shown.strip():
+        return Answer("no_effect", None, "it is off")
+    keeps = any(foreign.get(key) is False for key in names.get("keeps", "").split())
+    replicas = foreign.number(names["replicas"]) if "replicas" in names else None
+    if "hybrid" in shown or (isinstance(replicas, int) and replicas > 1):
+        found = "hsdp"
+    else:
+        found = "zero2" if "grad_op" in shown or keeps else "ddp" if "no_shard" in shown else "fsdp"
+    if "offload" in shown:
+        return Answer("not_offered", to, "fsdp without offloading; zero3 with cluster.deepspeed offloads", {to: found})
+    return write(to, found)
+
+
+def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """What trains, and in how many bits the base lies. `with`: the key `mode`, and `four_bits`, the keys that ask for
+    4."""
+    to, names = "tuning.mode", rule["with"]
+    mode = foreign.get(names["mode"])
+    here = rule["values"].get(str(mode or ""))
+    if here is None:
+        return Answer("not_offered", to, rule["otherwise"], {to: rule["nearest"]})
+    bits = [as_number(foreign.get(key)) for key in names["four_bits"].split()]
+    if leaf.key != names["mode"] and is_off(foreign.kit, leaf.key, leaf.value):
+        return Answer("no_effect", None, "it is off")
+    if leaf.key != names["mode"] and as_number(leaf.value) not in (True, 4):
+        return Answer("not_offered", None, "4 bits are offered, as qlora; here the base lies in 16 bits")
+    here = "qlora" if here == "lora" and any(value in (True, 4) for value in bits) else here
+    return write(to, here, "every weight trains" if here == "full" else "")
+
+
+def convert_packing(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Rows packed into blocks. Other kits count blocks where this one counts rows, which `why` says. `with`: the reader
+    and the key of the data sets: documents, and several sets, are blocks in any case."""
+    packs = leaf.value in (True, "true", "True")
+    if "with" in rule:
+        sets = READERS[rule["with"]["reader"]](rule["with"]["sets"], foreign)
+        if sets and (len(sets) > 1 or sets[0].kind == "cpt"):
+            return Answer("auto", "task_mode", "the rows are full blocks of model.max_seq_len tokens")
+    return write(rule["to"], packs, rule["why"] if packs else "", differs=packs)
+
+
+def convert_listed(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A list of names. `values`: a part of a name -> null where it changes nothing, else the kind of training that it
+    makes."""
+    names = leaf.value if isinstance(leaf.value, list) else [leaf.value]
+    for name in names:
+        known = [part for part in rule["values"] if part in str(name)]
+        if known and (mode := rule["values"][known[0]]):
+            return Answer("not_offered", "task_mode", f"{mode} is not offered", {"task_mode": mode}, refuses=True)
+        if not known:
+            return Answer("not_offered", None, f"{name}: {rule['otherwise']}")
+    return Answer("no_effect", None, rule["why"])
+
+
+def convert_column(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """The name of a column. `with`: the field of ours."""
+    name = rule["with"]
+    if leaf.value == name:
+        return Answer("no_effect", None, "the column has this name already")
+    return Answer("not_offered", None, f"write data.columns: {{{name}: {flow(leaf.value)}}}")
+
+
+def convert_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Reward functions: `module.function`, or the path of a file and a function. `with`: the key `weights`."""
+    names = leaf.value if isinstance(leaf.value, list) else re.split(r"[\s,]+", str(leaf.value))
+    weights = foreign.get(rule["with"]["weights"]) or []
+    entries = []
+    for number, name in enumerate(str(name) for name in names):
+        module, _, function = name.rpartition(".")
+        if not module:
+            return Answer("not_offered", "rewards", f"{name}: write it as module:function in rewards")
+        weight = as_number(weights[number]) if number < len(weights) else 1.0
+        entries.append({"name": re.sub(r"[^A-Za-z0-9_-]", "-", function)[:64], "use": f"{module}:{function}",
+                        "weight": float(weight)})  # fmt: skip
+    why = "a function here gets `completions` and the columns by name, see docs/rewards.md"
+    return Answer("translated", "rewards", why, {"rewards": entries})
+
+
+def convert_tracker(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Trackers by transformers' names. One that is not installed here is said, as `validate` would refuse it. `with`:
+    the tracker, where the value is something else of it."""
+    to = "logging.backend"
+    value = (
+        [rule["with"]] if "with" in rule else leaf.value if isinstance(leaf.value, list) else str(leaf.value).split(",")
+    )
+    names = [str(name).strip().lower() for name in value]
+    names = [name for name in names if name and name not in ("none", "false")]
+    if names == ["all"]:
+        return Answer("auto", to, "TensorBoard; name others one by one")
+    known = [name for name in names if name in str(all_keys()[to].annotation)]
+    here = [name for name in known if find_spec(name)]
+    if not names:
+        return write(to, "none")
+    if here == names:
+        return write(to, here[0] if len(here) == 1 else here)
+    missing = ", ".join(name for name in names if name not in here)
+    return Answer("not_offered", to, f"{missing}: not installed here; pip install it, then name it in {to}")
+
+
+CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
+    "batch": convert_batch,
+    "steps": convert_steps,
+    "warmup": convert_warmup,
+    "held_out": convert_held_out,
+    "precision": convert_precision,
+    "targets": convert_targets,
+    "names": convert_names,
+    "mode": convert_mode,
+    "deepspeed": convert_deepspeed,
+    "fsdp": convert_fsdp,
+    "tuning": convert_tuning,
+    "packing": convert_packing,
+    "listed": convert_listed,
+    "column": convert_column,
+    "rewards": convert_rewards,
+    "tracker": convert_tracker,
+    "template": convert_template,
+    "rows": convert_rows,
+}
