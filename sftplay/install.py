@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -518,7 +518,8 @@ def run_logged(title: str, argv: list[str], *, env: dict[str, str] | None = None
                     newest = find_newest_line(said.decode(errors="replace"))
                     say(f"{title}, {time.monotonic() - started:.0f} s{newest}")
         except Interrupted:
-            os.killpg(process.pid, signal.SIGINT)
+            with suppress(OSError):  # it ends at this moment
+                os.killpg(process.pid, signal.SIGINT)
             process.wait()
             raise
         finally:

@@ -173,7 +173,7 @@ def test_ctrl_c_at_make_leaves_the_stamp_by_which_the_kit_knows_its_folder(clone
 
 
 def test_an_older_or_broken_uv_is_named_and_pip_installs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tool = tmp_path / "uv"
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -97,6 +97,7 @@ def test_a_run_that_is_held_runs_with_its_eta_and_one_that_nobody_holds_has_died
         Heartbeat(heartbeat_path(folder.logs, 1), pid=6).enter("forward", step=399)
         run = status(capsys, "--run", "run")
         assert (run["step"], run["phase"], run["eta_s"]) == (310, "evaluation", 3600.0)
+        assert "now in      evaluation" in text_of(capsys, "--run", "run")
 
 
 def test_before_there_is_a_state_a_run_is_starting_or_not_started(capsys: pytest.CaptureFixture[str]):
@@ -122,6 +123,7 @@ def test_one_run_is_told_in_detail_and_a_name_that_is_none_gets_the_nearest(caps
     assert facts["speed"].strip() == "12.3K tokens/s, 36 s a step"
     assert facts["time"].strip() == "1 h 01 min in 2 attempts"
     assert facts["cost"].strip() == "20.00 so far"
+    assert facts["checkpoint"].strip() == "none"
     assert facts["error"].strip() == "rank 1?[2J died"  # nothing steers the terminal
     assert main(["status", "--run", "rum"]) == 2
     assert "did you mean 'run'?" in capsys.readouterr().err
@@ -188,6 +190,13 @@ def test_values_of_other_kinds_and_of_older_releases_leave_gaps(capsys: pytest.C
     assert "status.json has an odd 'step'" in first["problems"]
     assert (second["now"], second["seconds"], second["cost"]) == ("done", 12.5, None)
     assert "12.5 s" in text_of(capsys, "--run", "older")
+    attempts = [{"from_step": 0, "cause": "done", "seconds": 20.0, "gpus": 0}]
+    put(
+        "older", state="done", step=4, attempts=attempts, train_seconds=12.5, last_checkpoint="checkpoints/checkpoint-4"
+    )
+    newer = status(capsys, "--run", "older")
+    assert newer["seconds"] == 20.0  # with loading
+    assert "checkpoint  checkpoints/checkpoint-4" in text_of(capsys, "--run", "older")
 
 
 def test_of_two_hundred_runs_and_of_a_huge_file_only_the_ends_are_read(capsys: pytest.CaptureFixture[str]):

@@ -204,7 +204,7 @@ def test_a_failed_run_says_why_and_what_to_do_and_cuts_neither_off(folder: RunFo
     assert "Remedy: name the columns." in text
 
 
-def test_a_run_whose_process_died_is_interrupted_and_one_that_is_held_is_running(folder: RunFolder):
+def test_a_run_whose_process_is_gone_has_died_and_one_that_is_held_is_running(folder: RunFolder):
     folder.update_status(state="running", exit_code=None)
     assert "ended at step 8 without a message" in sentences(folder)
     with folder.locked():

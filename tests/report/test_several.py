@@ -105,6 +105,38 @@ def test_the_table_has_what_was_set_differently_and_what_came_of_every_run(folde
     assert page.column(0, "Time")[1] == "30 min 00 s"
 
 
+def test_tiles_name_the_best_run_and_sum_what_is_known(folders: list[RunFolder], tmp_path: Path):
+    folders[1].write_json("eval/step-4.json", {"step": 4, "loss": 5.25})
+    folders[2].write_json("eval/step-4.json", {"step": 4, "loss": 0.5})  # it is not done
+    text = page_of(folders, tmp_path)
+    tiles = text.partition('<dl class="keys"')[2].partition("</dl>")[0]
+    assert "<dt>Lowest held-out loss</dt><dd>5.25<small>b</small>" in tiles
+    assert "<dt>Runs</dt><dd>3<small>2 done</small>" in tiles
+    assert "<dt>Cost in all</dt><dd>10.00<small>of 1 of 3 runs</small>" in tiles
+    assert "<dt>Time in all</dt><dd>30 min" in tiles
+    page = Tables(text)
+    assert page.column(0, "Held-out loss")[1:] == ["5.25", "0.5"]
+    peaks = [max(json.loads(row)["peak_rss_bytes"] for row in f.metrics.read_text().splitlines()) for f in folders]
+    assert page.column(0, "Peak memory") == [f"{peak / 2**20:.1f} MiB" for peak in peaks]
+    assert "Sampled reward" not in page.tables[0][0]  # no run has one
+
+
+def test_of_many_settings_the_first_stand_in_the_table_and_all_below_a_line(folders: list[RunFolder], tmp_path: Path):
+    def differ(n: int) -> str:
+        lines = "".join(f"  key{i}: {{}}\n" for i in range(n))
+        for number, folder in enumerate(folders):
+            folder.resolved.write_text("x:\n" + lines.replace("{}", str(number)))
+        return page_of(folders, tmp_path)
+
+    assert "settings that differ" not in differ(8)
+    page = differ(9)
+    assert "<summary>All 9 settings that differ</summary>" in page
+    read = Tables(page)
+    assert [title for title in read.tables[0][0] if title.startswith("x.")] == [f"x.key{i}" for i in range(8)]
+    assert read.tables[1][0] == ["Key", "a", "b", "c,d"]
+    assert read.tables[1][-1] == ["x.key8", "0", "1", "2"]
+
+
 def test_figures_stand_side_by_side_before_and_after(folders: list[RunFolder], tmp_path: Path):
     page = Tables(page_of(folders, tmp_path))
     before, after = (folders[0].read_json(f"eval/{name}.json")["loss"] for name in ("before", "after"))
@@ -194,6 +226,7 @@ def test_report_of_several_names_writes_one_page_over_its_own_and_over_nothing_e
         answer = json.loads(capsys.readouterr().out)
     assert answer == {"report": "outputs/report-a+b+c,d.html", "runs": ["outputs/a", "outputs/b", "outputs/c,d"]}
     assert Tables(Path(answer["report"]).read_text()).column(0, "Run") == ["a", "b", "c,d"]
+    assert "<h1>a, b, c,d</h1>" in Path(answer["report"]).read_text()
     assert main(["report", "--run", "c,d"]) == 0  # one run with a comma in its name
     assert capsys.readouterr().out.strip() == "outputs/c,d/report.html"
     assert main(["report", "--run", "a,b", "--out", "outputs/c,d/report.html"]) == 2
