@@ -206,7 +206,11 @@ def load_tasks(names: Sequence[str], include_path: str | None, *, boxed: BoxedCo
             fix = f"did you mean {near[0]!r}?" if near else "`.venv/bin/lm-eval ls tasks` lists them"
             raise ConfigError(f"the harness has no task {name!r}", where="--tasks", fix=fix, nearest=near)
         found += [task for task in matched if task not in found]
-    for name, task in manager.load(found)["tasks"].items():
+    try:
+        loaded = manager.load(found)["tasks"]
+    except ValueError as error:  # what a task's own loading raises has become another error by now
+        raise ConfigError(str(error), where="--tasks", fix="name each task once, alone or by its group") from error
+    for name, task in loaded.items():
         if problem := find_unboxed(task, boxed):
             fix = "leave it out; humaneval and mbpp run in the box, and so does make eval-code"
             raise MachineError(f"is refused: {problem}", where=f"task {name}", fix=fix)

@@ -465,11 +465,15 @@ def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.contract
-def test_an_unknown_task_is_answered_with_the_nearest(
-    run: Finished, tasks: Path, few_tasks: None, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_task_is_answered_with_the_nearest_and_one_that_is_named_twice_is_refused(
+    run: Finished, tasks: Path, tmp_path: Path, few_tasks: None, capsys: pytest.CaptureFixture[str]
 ):
     ask(run.folder.path, tasks, "scores", "--json", code=2)
     assert json.loads(capsys.readouterr().out)["error"]["nearest"] == ["score"]
+    write_task(tmp_path, "same", TASKS["score"], rows=tasks / "rows.jsonl")
+    (tmp_path / "group.yaml").write_text("group: both\ntask: [same]\n")
+    ask(run.folder.path, tmp_path, "both,same", code=2)
+    assert "Duplicate task 'same'" in capsys.readouterr().err
 
 
 def test_a_data_set_or_metric_that_cannot_be_had_ends_with_4_and_its_task(
