@@ -40,6 +40,7 @@ QUICK = {
     "doctor": [["--fast"]],
     "setup-accelerate": [["--out", "{tmp}/accelerate.yaml"]],
     "init": [["--data", "{rows}", "--out", "{tmp}/new.yaml", "model.name={model}"]],
+    "import-config": [["--in", "{tmp}/axolotl.yaml", "--out", "{tmp}/imported.yaml"]],
     "validate": [CONFIG],
     "plan": [CONFIG, [*CONFIG, "--compare"], [*CONFIG, "--gpus", "2xH200"]],
     "process": [CONFIG],
@@ -74,17 +75,18 @@ OF_A_RUN = {
 """Verb -> words of calls about a finished run, in an order that works."""
 
 ELSEWHERE = {
-    "status": "tests/launch/test_slurm_job.py",
+    "status": "tests/commands/test_status.py",
     "logs": "tests/launch/test_slurm_job.py",
     "cancel": "tests/launch/test_slurm_job.py",
     "download-model": "tests/model/test_downloads.py",
+    "lm-eval": "tests/evaluate/test_harness.py",
     "eval-code": "tests/evaluate/test_eval_code.py",
     "compare": "tests/commands/test_report_commands.py",
 }
 """Verbs that need a scheduler, a hub, a cluster or minutes -> the test in which their documents are checked."""
 
 
-COMING = {"import-config", "sweep", "lm-eval"}
+COMING = {"sweep"}
 """Entries of verbs that are not here yet."""
 
 
@@ -103,6 +105,7 @@ def inputs_of_verbs(tmp_path: Path, inputs, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "papers" / "one.txt").write_text("A river is a stream of water. " * 9)
     (tmp_path / "jobs.jsonl").write_text(json.dumps({"code": "a = 1", "tests": ["assert a == 1"]}))
     (tmp_path / "completions.jsonl").write_text(json.dumps({"completion": "It is 4.", "answer": "4"}))
+    (tmp_path / "axolotl.yaml").write_text(f"base_model: {inputs.model}\ndatasets: [{{path: a.json, type: alpaca}}]\n")
     problems = [{"question": f"What is 2 + {n}?", "answer": f"2 + {n} = {2 + n}\n#### {2 + n}"} for n in range(12)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     changes = {"task_mode": "grpo", "rewards": [{"name": "right", "use": "math"}], "model__max_seq_len": 1024}

@@ -7,7 +7,7 @@ import math
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -249,10 +249,11 @@ def run_tasks(
             elif default is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=SEEDS["fewshot"])
-        found: dict[str, Any] = evaluate(
-            lm=model, task_dict=loaded, limit=limit, apply_chat_template=is_chat, fewshot_as_multiturn=is_chat,
-            system_instruction=system if is_chat else None, confirm_run_unsafe_code=True,
-        )  # fmt: skip
+        with redirect_stdout(log.screen()):  # it prints a line for each figure whose error it samples
+            found: dict[str, Any] = evaluate(
+                lm=model, task_dict=loaded, limit=limit, apply_chat_template=is_chat, fewshot_as_multiturn=is_chat,
+                system_instruction=system if is_chat else None, confirm_run_unsafe_code=True,
+            )  # fmt: skip
     return found
 
 

@@ -112,7 +112,7 @@ def ask(run: Path, tasks: Path, names: str, *words: str, code: int = 0) -> Any:
 @pytest.fixture(scope="module")
 def measured(run: Finished, tasks: Path) -> dict[str, Any]:
     """The content of lm-eval.json of all three tasks."""
-    ask(run.folder.path, tasks, ALL)
+    ask(run.folder.path, tasks, ALL, "--json")
     content: dict[str, Any] = json.loads((run.folder.eval / "lm-eval.json").read_text())
     return content
 
