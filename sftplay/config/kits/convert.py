@@ -101,7 +101,7 @@ def _write(answered: Sequence[tuple[Leaf, Answer]], kit: Kit, *, path: Path, npr
     head = [
         f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {path.name}.",
         "# Every other key and its default: `sftplay manual`. Next: validate, inspect, plan, train.",
-        f"# Rows of a step are those of {nproc} GPU{'s' if nproc > 1 else ''}: there GPUs multiply them, here NPROC= did.",
+        f"# Rows of a step: of {nproc} GPU{'s' if nproc > 1 else ''}; there GPUs multiply them, here NPROC= does.",
         *(["#", "# NOT OFFERED, so `validate` refuses this config and nothing trains:"] if refusals else []),
         *(f"# - {print_on_one_line(text)}" for text in refusals),
         *(["#", "# Not the same as there:"] if notes else []),

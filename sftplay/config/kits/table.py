@@ -4,7 +4,7 @@
 (`datasets.path`), and `key.*` stands for everything below it. Its parts:
 
 - `title`, `source`: the kit's name, and the version and files that the table was made from.
-- `marks`: keys, of which every file of this kit has at least one.
+- `marks`: keys; every file of this kit has at least one of them.
 - `held_out`: keys that name held-out rows; without any of them nothing is evaluated while the run trains.
 - `rules`: key -> rule. A rule is the key here, which takes the value as it is, or a mapping of
   - `to`: the key here, or several with spaces between them;
