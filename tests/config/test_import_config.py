@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sftplay.cli import main
 from sftplay.config.keys import all_keys, list_keys
@@ -312,8 +314,9 @@ def test_a_file_that_is_there_is_refused_before_anything_else(tmp_path, capsys):
         ("- a\n- b", "holds no keys with values"),
         ("", "holds no keys with values"),
         ("model: {name: builtin:tiny}\ntrain: {epochs: 1}", "is no config of"),
+        ("base_model: &loop {inner: *loop}", "lead round in a circle"),
     ],
-    ids=["no YAML", "a list", "empty", "one of this kit"],
+    ids=["no YAML", "a list", "empty", "one of this kit", "endless"],
 )
 def test_a_file_of_no_kit_is_refused_with_place_and_remedy(text, what, tmp_path, capsys):
     path, out = tmp_path / "odd.yaml", tmp_path / "run.yaml"
@@ -324,6 +327,36 @@ def test_a_file_of_no_kit_is_refused_with_place_and_remedy(text, what, tmp_path,
     assert error["where"].startswith(str(path))
     assert error["fix"]
     assert not out.exists()
+
+
+ODD = (
+    None,
+    [],
+    {},
+    "",
+    "x",
+    0,
+    -1,
+    True,
+    2.5,
+    float("inf"),
+    "2e-5",
+    ["a"],
+    [{}],
+    {"a": {"b": None}},
+    10**30,
+    "\u00e9: #\n",
+)
+
+
+@given(case=st.sampled_from(sorted(CASES)), data=st.data())
+def test_any_value_of_any_key_is_answered(case, data, tmp_path):
+    keys = data.draw(st.lists(st.sampled_from(sorted(CASES[case])), min_size=1, max_size=4))
+    path = write(tmp_path, case, **{key: data.draw(st.sampled_from(ODD)) for key in keys})
+    made = import_config(path, case.partition("-")[0])
+    assert len(made.fields) == count_leaves(yaml.safe_load(path.read_text()))
+    assert json.loads(json.dumps(made.fields, allow_nan=False)) == made.fields
+    assert all(one["became"] for one in made.fields if one["verdict"] in ("translated", "auto"))
 
 
 def test_the_kind_can_be_named_where_the_keys_do_not_tell(tmp_path):

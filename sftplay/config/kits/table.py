@@ -65,12 +65,18 @@ class Kit:
         that it does not know."""
         known = self.answers
         names = [key, *(f"{key.rsplit('.', cut)[0]}.*" for cut in range(1, key.count(".") + 1)), f"{key}.*"]
-        is_block = any(name.startswith(f"{key}.") for name in known)
-        return next((known[name] for name in names if name in known), ("no_effect", "empty") if is_block else None)
+        return next(
+            (known[name] for name in names if name in known), ("no_effect", "empty") if key in self.blocks else None
+        )
 
     def lead(self, key: str) -> str:
         """Return the leading key of a part; empty for any other key."""
         return next((lead for lead, names in self.parts.items() if key in names.split()), "")
+
+    @cached_property
+    def blocks(self) -> set[str]:
+        """The keys that hold others."""
+        return {name.rsplit(".", cut)[0] for name in self.answers for cut in range(1, name.count(".") + 1)}
 
     @cached_property
     def answers(self) -> dict[str, tuple[str, Any]]:
