@@ -7,7 +7,7 @@
 - `marks`: keys; every file of this kit has at least one of them.
 - `held_out`: keys that name held-out rows; without any of them nothing is evaluated while the run trains.
 - `rules`: key -> rule. A rule is the key here, which takes the value as it is, or a mapping of
-  - `to`: the key here, or several with spaces between them;
+  - `to`: the key here;
   - `values`: value there -> value here. null: it says nothing here. A value that is not listed is kept, or, with
     `otherwise` (why it is not offered), refused; `nearest` is then written instead, a
     value or one for each value there, with `*` for all others;
