@@ -389,3 +389,11 @@ def test_a_table_names_keys_of_ours_and_conversions_that_exist_and_each_key_once
     named = Counter(name for names in groups for name in set(names.split()))
     assert [name for name in kit.rules if name in named] == []
     assert set(kit.defaults) <= set(kit.rules), "a default goes through a rule"
+
+
+def test_a_config_of_another_kit_that_is_validated_is_sent_to_the_import(tmp_path, capsys):
+    path = write(tmp_path, "axolotl-qlora")
+    assert main(["validate", "--config", str(path), "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["where"], error["what"]) == (str(path), "seems to be a config of another kit")
+    assert f"make import-config IN={path}" in error["fix"]

@@ -221,7 +221,9 @@ def find_answer(leaf: Leaf, foreign: Foreign) -> Answer:
         return Answer("no_effect", None, "empty" if default is None else f"empty: {kit.title} takes {flow(default)}")
     part, rule = found
     if part == "rules":
-        return _follow(leaf, rule if isinstance(rule, Mapping) else {"to": rule}, foreign)
+        answer = _follow(leaf, rule if isinstance(rule, Mapping) else {"to": rule}, foreign)
+        has_value = answer.verdict != "not_offered" or answer.values
+        return answer if has_value else replace(answer, became=None)
     if part == "not_offered" and is_off(kit, key, leaf.value):
         return Answer("no_effect", None, "it is off, as it is here")
     became, _, why = rule.partition(": ") if part == "auto" else (None, "", rule)
