@@ -24,8 +24,8 @@ def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in (rows, accum, total or 1)):
         return Answer("not_offered", None, "no number of rows can be made of it")
     size = (total or rows * accum) * foreign.nproc
-    how = f"{total} rows" if total else f"{rows} rows x {accum} (accumulation)"
-    return write("train.effective_batch_size", size, f"{how} x {foreign.nproc} GPUs" if foreign.nproc > 1 else how)
+    how = f"a step of {total}" if total else f"micro-batch {rows} x accumulation {accum}"
+    return write("train.effective_batch_size", size, f"{how} x GPUs {foreign.nproc}")
 
 
 def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
