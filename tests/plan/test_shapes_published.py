@@ -74,10 +74,17 @@ def test_families_with_code_of_their_own_are_counted_as_by_hand(name, total):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("openai/gpt-oss-20b", 20.91), ("openai/gpt-oss-120b", 116.83), ("nvidia/Nemotron-Mini-4B-Instruct", 4.19)],
+    [
+        ("openai/gpt-oss-20b", 20.91),
+        ("openai/gpt-oss-120b", 116.83),
+        ("nvidia/Nemotron-Mini-4B-Instruct", 4.19),
+        ("arcee-ai/AFM-4.5B", 4.62),
+        ("zai-org/GLM-4-9B-0414", 9.40),
+        ("ByteDance-Seed/Seed-OSS-36B-Base", 36.15),
+    ],
 )
 def test_the_total_is_the_one_of_the_card(name, billions):
-    # gpt-oss: arXiv 2508.10925, table 1; Nemotron Mini: its card
+    # gpt-oss: arXiv 2508.10925, table 1; the others: their cards
     assert find_shape(name).total_params / 1e9 == pytest.approx(billions, abs=0.005)
 
 
