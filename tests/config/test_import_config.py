@@ -397,3 +397,10 @@ def test_a_config_of_another_kit_that_is_validated_is_sent_to_the_import(tmp_pat
     error = json.loads(capsys.readouterr().out)["error"]
     assert (error["where"], error["what"]) == (str(path), "seems to be a config of another kit")
     assert f"make import-config IN={path}" in error["fix"]
+
+
+def test_a_key_that_another_one_has_decided_says_so(tmp_path):
+    ours, fields, _ = imported(tmp_path, "axolotl-bare", noisy_embedding_alpha=5, neftune_noise_alpha=10)
+    assert ours["train"]["neftune_alpha"] == 5
+    assert (fields["neftune_noise_alpha"]["verdict"], fields["neftune_noise_alpha"]["became"]) == ("no_effect", None)
+    assert fields["neftune_noise_alpha"]["why"] == "train.neftune_alpha is 5 by another key"

@@ -17,7 +17,7 @@ import yaml
 from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.keys import general_key
 from sftplay.config.kits.conversions import CONVERSIONS
-from sftplay.config.kits.table import Answer, Foreign, Kit, Leaf, Rule, as_number, is_off, read_kits, write
+from sftplay.config.kits.table import Answer, Foreign, Kit, Leaf, Rule, Verdict, as_number, is_off, read_kits, write
 from sftplay.config.load import examine_config
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError, nearest_names, without_secrets
@@ -45,9 +45,10 @@ def import_config(path: Path, kind: str = "", *, nproc: int = 1, out: str = "run
     foreign = Foreign(tree, find_kit(tree, kind, where=str(path)), path.parent, nproc)
     leaves = [Leaf(key, value) for key, value in list_leaves(tree)]
     answered = [(leaf, find_answer(leaf, foreign)) for leaf in [*leaves, *_silent(foreign, leaves)]]
-    text, problems = "", list[ConfigError]()
+    text, problems, lines = "", list[ConfigError](), dict[str, tuple[Any, str]]()
     for _ in range(len(answered)):
-        text = _write(answered, foreign.kit, path=path, nproc=nproc)
+        lines = _find_lines(answered, foreign.kit)
+        text = _write(lines, answered, foreign.kit, path=path, nproc=nproc)
         with tempfile.TemporaryDirectory(prefix="sftplay-import-") as folder:
             draft = Path(folder) / "run.yaml"
             draft.write_text(text, encoding="utf-8")
@@ -59,10 +60,10 @@ def import_config(path: Path, kind: str = "", *, nproc: int = 1, out: str = "run
                 problem.where = problem.where.replace(str(draft), out)
             break
         answered = settled
+    given = ((leaf, _as_decided(answer, lines)) for leaf, answer in answered if not leaf.is_default)
     fields = [
         {"key": leaf.key, "value": _hidden(leaf), "became": answer.became, "verdict": answer.verdict, "why": answer.why}
-        for leaf, answer in answered
-        if not leaf.is_default
+        for leaf, answer in given
     ]
     return Imported(kit=foreign.kit, fields=fields, text=text, problems=problems)
 
@@ -81,29 +82,46 @@ def _without_refused(answer: Answer, reasons: Mapping[str, ConfigError]) -> Answ
     return replace(answer, verdict="not_offered", became=became, why=why, values=values)
 
 
-def _write(answered: Sequence[tuple[Leaf, Answer]], kit: Kit, *, path: Path, nproc: int) -> str:
-    """The text of the config. The first leaf that has a value for a key decides, a refused kind of training before
-    all."""
+def _as_decided(answer: Answer, lines: Mapping[str, tuple[Any, str]]) -> Answer:
+    """The answer, or that another key of the file has decided what this one would be."""
+    became = answer.became or ""
+    if answer.verdict != "translated" or became not in answer.values or lines[became][0] == answer.values[became]:
+        return answer
+    return Answer("no_effect", None, f"{became} is {flow(lines[became][0])} by another key")
+
+
+def _find_lines(answered: Sequence[tuple[Leaf, Answer]], kit: Kit) -> dict[str, tuple[Any, str]]:
+    """Key -> value and comment. The first leaf with a value decides, a refused kind of training before all, and what a
+    leaf became before what comes with it."""
     lines: dict[str, tuple[Any, str]] = {}
-    notes, refusals = [], []
     first = sorted(answered, key=lambda pair: not pair[1].refuses)
     for leaf, answer in first:
         name = f"{kit.title}'s default of {leaf.key}" if leaf.is_default else f"{kit.title}: {leaf.key}"
         if answer.became and answer.became in answer.values:
             said = f"; {answer.why}" if answer.why else ""
             lines.setdefault(answer.became, (answer.values[answer.became], f"{name} {_shown(leaf)}{said}"))
+    for leaf, answer in first:
+        for key, value in answer.values.items():
+            lines.setdefault(key, (value, f"by {leaf.key} {_shown(leaf)}"))
+    return lines
+
+
+def _write(
+    lines: Mapping[str, tuple[Any, str]], answered: Sequence[tuple[Leaf, Answer]], kit: Kit, *, path: Path, nproc: int
+) -> str:
+    """The text of the config, with what is not the same at its head."""
+    notes, refusals = [], []
+    for leaf, answer in answered:
         note = f"{'default of ' if leaf.is_default else ''}{leaf.key}: {_shown(leaf)} - {answer.why}"
         if answer.refuses:
             refusals.append(note)
         elif answer.verdict == "not_offered" or answer.differs:
             notes.append(note)
-    for leaf, answer in first:
-        for key, value in answer.values.items():
-            lines.setdefault(key, (value, f"by {leaf.key} {_shown(leaf)}"))
+    gpus = f"{nproc} GPU" + ("s" if nproc > 1 else "")
     head = [
         f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {path.name}.",
         "# Every other key and its default: `sftplay manual`. Next: validate, inspect, plan, train.",
-        f"# Rows of a step: of {nproc} GPU{'s' if nproc > 1 else ''}; there GPUs multiply them, here NPROC= does.",
+        f"# A step has the rows of {gpus}: other kits multiply them by their GPUs, here NPROC= says how many.",
         *(["#", "# NOT OFFERED, so `validate` refuses this config and nothing trains:"] if refusals else []),
         *(f"# - {print_on_one_line(text)}" for text in refusals),
         *(["#", "# Not the same as there:"] if notes else []),
@@ -242,13 +260,8 @@ def _follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         here = choices[shown]
         if here is None:
             return Answer("no_effect", None, why or "it says nothing here")
-        return write(
-            to,
-            here,
-            why,
-            differs=differs,
-            verdict=rule.get("verdict", "translated") if here == "auto" else "translated",
-        )
+        verdict: Verdict = rule.get("verdict", "translated") if here == "auto" else "translated"
+        return write(to, here, why, differs=differs, verdict=verdict)
     if "otherwise" in rule:
         nearest = rule.get("nearest")
         nearest = nearest.get(shown, nearest.get("*")) if isinstance(nearest, Mapping) else nearest
