@@ -229,9 +229,10 @@ def test_dataset_info_says_where_rows_lie_and_their_number_is_their_share(tmp_pa
     assert ours["data"]["columns"] == {"instruction": "frage", "output": "antwort"}
     ours, _, _ = imported(tmp_path, "llamafactory-lora", dataset="talk")
     assert (ours["data"]["format"], ours["data"]["columns"]) == ("sharegpt", {"conversations": "turns"})
-    (data / "dataset_info.json").write_text(json.dumps({name: {"file_name": f"{name}.json"} for name in "ab"}))
-    for name, n_rows in (("a", 3), ("b", 5)):
-        (data / f"{name}.json").write_text(json.dumps([{"instruction": "x", "output": "y"}] * n_rows))
+    (data / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "a.json"}, "b": {"file_name": "b.jsonl"}}))
+    row = {"instruction": "x", "output": "y"}
+    (data / "a.json").write_text(json.dumps([row] * 3))
+    (data / "b.jsonl").write_text(f"{json.dumps(row)}\n" * 5)
     ours, _, _ = imported(tmp_path, "llamafactory-lora", dataset="a, b")
     assert [one["weight"] for one in ours["datasets"]] == [3.0, 5.0]
     assert ours["cpt"] == {"weights_of": "examples"}
@@ -404,3 +405,16 @@ def test_a_key_that_another_one_has_decided_says_so(tmp_path):
     assert ours["train"]["neftune_alpha"] == 5
     assert (fields["neftune_noise_alpha"]["verdict"], fields["neftune_noise_alpha"]["became"]) == ("no_effect", None)
     assert fields["neftune_noise_alpha"]["why"] == "train.neftune_alpha is 5 by another key"
+
+
+def test_a_type_of_ones_own_names_columns_and_its_prompt_is_not_offered(tmp_path):
+    kind = {
+        "system_prompt": "Be brief.",
+        "field_instruction": "q",
+        "field_output": "output",
+        "format": "[INST] {instruction}",
+    }
+    ours, fields, _ = imported(tmp_path, "axolotl-bare", datasets=[{"path": "org/rows", "type": kind}])
+    assert (ours["data"]["format"], ours["data"]["columns"]) == ("alpaca", {"instruction": "q"})
+    assert ours["data"]["system"] == "Be brief."
+    assert fields["datasets.0.type.format"]["verdict"] == "not_offered"

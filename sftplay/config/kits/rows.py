@@ -49,6 +49,7 @@ def convert_rows(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     if found.refuses or not found.became or not sets:
         return found
     values, why, differs = combine(sets)
+    values = {**values, **found.values}
     is_path = found.became == "data.train_path"
     became = "datasets" if is_path and len(sets) > 1 else found.became
     return Answer(found.verdict, became, "; ".join(filter(None, (found.why, why if is_path else ""))), values,
