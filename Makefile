@@ -6,8 +6,8 @@ PY ?= .venv/bin/python
 UNSLOTH_PY ?= .venv-unsloth/bin/python
 
 override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
-  GRES IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
-  NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPLIT STYLE SUBSAMPLE \
+  GRES IN INSTALLER INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
+  NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPLIT STYLE SUBSAMPLE TASKS \
   TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
 # A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
@@ -28,7 +28,7 @@ export TYPED_GOALS TYPED_NAMES
 SFTPLAY := exec "$$TYPED_PY" -m sftplay
 WORDS := --make-args="$$TYPED_ARGS"
 PROGRAM := exec "$$TYPED_PY" -m sftplay.make_arguments words "$$TYPED_ARGS"
-INSTALL := TORCH_INDEX="$$TYPED_TORCH_INDEX" EXTRAS="$$TYPED_EXTRAS" exec "$$TYPED_PYTHON" -m sftplay.install
+INSTALL := TORCH_INDEX="$$TYPED_TORCH_INDEX" EXTRAS="$$TYPED_EXTRAS" INSTALLER="$$TYPED_INSTALLER" exec "$$TYPED_PYTHON" -m sftplay.install
 # Two processes; a file's tests stay in one of them. ARGS="-n 0" runs all in one, ARGS="-n 8" in eight.
 PYTEST := $(PROGRAM) -m pytest -n 2 --dist loadfile
 
@@ -50,32 +50,34 @@ DEEPSPEED := $${TYPED_DEEPSPEED_CONFIG:+"cluster.deepspeed=$$TYPED_DEEPSPEED_CON
 override READY := $(if $(findstring undefined,$(origin READY)),.venv/.stamp)
 override UNSLOTH_READY := $(if $(findstring undefined,$(origin UNSLOTH_READY)),.venv-unsloth/.stamp)
 # A clone that was moved has a .venv full of old paths: its stamp names another folder.
+# At Ctrl-C make would delete a stamp that has changed, and by it the kit knows its own folder.
+.PRECIOUS: .venv/.stamp .venv-unsloth/.stamp
 ifneq "$(shell head -n 1 .venv/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
 endif
 $(READY): requirements.lock sftplay/install.py
-	@$(INSTALL)
+	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL)
 ifneq "$(shell head -n 1 .venv-unsloth/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(UNSLOTH_READY)
 endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
-	@$(INSTALL) --unsloth
+	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL) --unsloth
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments goals "$$TYPED_GOALS"
 
 .PHONY: help install demo test test-slow test-long test-unsloth check init import-config completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
-  eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  eval-full eval-code lm-eval infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
-help: ## this list
-	@exec awk -f docs/help.awk Makefile
+help: ## this list (JSON=1: all targets, settings, flags and exit codes, for programs)
+	@test -z "$$TYPED_JSON" || exec "$$TYPED_PYTHON" -m sftplay help $(JSONFLAG) $(WORDS); exec awk -f docs/help.awk Makefile
 
 ##@ set up
-install: ## build or refresh .venv (TORCH_INDEX= another package index for torch, EXTRAS=serve)
+install: ## build or refresh .venv by uv, or pip (TORCH_INDEX= another index for torch, EXTRAS=serve, INSTALLER=pip)
 	@$(INSTALL) --force
-demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers)
-	@$(SFTPLAY) demo $(WHICH) $(call switch,--control,CONTROL) $(SCALE) $(WORDS)
+demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers, JSON=1)
+	@$(SFTPLAY) demo $(WHICH) $(call switch,--control,CONTROL) $(SCALE) $(JSONFLAG) $(WORDS)
 test: $(READY) ## the test suite, minutes
 	@$(PYTEST) -m "not slow and not long"
 test-slow: $(READY) ## the long tests, and those by random input with 400 examples each
@@ -94,8 +96,8 @@ validate: $(READY) ## check a config: CONFIG=
 	@$(SFTPLAY) validate $(WHICH) $(JSONFLAG) $(WORDS)
 completion: $(READY) ## a shell's completion of verbs, flags and keys: FOR=bash, zsh or fish
 	@$(SFTPLAY) completion $(call flag,--shell,FOR)
-schema: $(READY) ## JSON schema of the config
-	@$(SFTPLAY) schema $(WORDS)
+schema: $(READY) ## JSON schema of the config (ARGS=--verbs: of what every target prints with JSON=1)
+	@$(SFTPLAY) schema $(JSONFLAG) $(WORDS)
 manual: $(READY) ## the config manual, docs/config.md
 	@$(SFTPLAY) manual $(WORDS)
 architecture: ## docs/architecture.md, drawn from the code
@@ -125,49 +127,47 @@ style: $(READY) ## set the system prompt: CONFIG= STYLE="..." (without STYLE: pr
 	@$(SFTPLAY) style $(WHICH) $(call flag,--style,STYLE) $(JSONFLAG) $(WORDS)
 
 ##@ train
-train: $(READY) ## train: CONFIG= (NPROC= processes, DRY_RUN=1 prints the command)
-	@$(SFTPLAY) train $(WHICH) $(SCALE) $(WORDS)
+train: $(READY) ## train: CONFIG= (NPROC= processes, DRY_RUN=1 prints the command, JSON=1)
+	@$(SFTPLAY) train $(WHICH) $(SCALE) $(JSONFLAG) $(WORDS)
 dapt-train: $(READY) ## train on documents, alone or mixed with chats: CONFIG=configs/run_dapt.yaml (as train)
-	@$(SFTPLAY) train --documents $(WHICH) $(SCALE) $(WORDS)
+	@$(SFTPLAY) train --documents $(WHICH) $(SCALE) $(JSONFLAG) $(WORDS)
 train-tb: $(READY) ## train with TensorBoard
-	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) logging.backend=tensorboard $(WORDS)
+	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) logging.backend=tensorboard $(JSONFLAG) $(WORDS)
 train-bnb: $(READY) ## train with the bitsandbytes backend
-	@$(SFTPLAY) train $(WHICH) $(SCALE) tuning.backend=bnb $(WORDS)
+	@$(SFTPLAY) train $(WHICH) $(SCALE) tuning.backend=bnb $(JSONFLAG) $(WORDS)
 train-bnb-tb: $(READY) ## the same with TensorBoard
-	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) tuning.backend=bnb logging.backend=tensorboard $(WORDS)
+	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) tuning.backend=bnb logging.backend=tensorboard $(JSONFLAG) $(WORDS)
 train-unsloth: $(UNSLOTH_READY) ## train with unsloth: CONFIG= (builds .venv-unsloth; one process)
-	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train $(WHICH) $(SCALE) tuning.backend=unsloth $(WORDS)
+	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train $(WHICH) $(SCALE) tuning.backend=unsloth $(JSONFLAG) $(WORDS)
 train-unsloth-tb: $(UNSLOTH_READY) ## the same with TensorBoard
-	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train --tb $(WHICH) $(SCALE) tuning.backend=unsloth logging.backend=tensorboard $(WORDS)
+	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train --tb $(WHICH) $(SCALE) tuning.backend=unsloth logging.backend=tensorboard $(JSONFLAG) $(WORDS)
 resume: $(READY) ## continue a run from its newest complete checkpoint: CONFIG= (RUN=)
-	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(WORDS)
+	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(JSONFLAG) $(WORDS)
 
 ##@ scale
 setup-accelerate: $(READY) ## write an accelerate config for this machine (OUT=, INTERACTIVE=1 asks you)
 	@$(SFTPLAY) setup-accelerate $(OUTPUT) $(call switch,--interactive,INTERACTIVE) $(JSONFLAG) $(WORDS)
 train-distributed: $(READY) ## one process per GPU, or NPROC=
-	@$(SFTPLAY) train --nproc gpu $(WHICH) $(SCALE) $(WORDS)
+	@$(SFTPLAY) train --nproc gpu $(WHICH) $(SCALE) $(JSONFLAG) $(WORDS)
 train-distributed-tb: $(READY) ## the same with TensorBoard
-	@$(SFTPLAY) train --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(WORDS)
+	@$(SFTPLAY) train --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(JSONFLAG) $(WORDS)
 
 train-deepspeed: $(READY) ## the same by DeepSpeed: cluster.strategy zero1, zero2 (usual), zero3; DEEPSPEED_CONFIG=file.json
-	@$(SFTPLAY) train --deepspeed --nproc gpu $(WHICH) $(SCALE) $(DEEPSPEED) $(WORDS)
+	@$(SFTPLAY) train --deepspeed --nproc gpu $(WHICH) $(SCALE) $(DEEPSPEED) $(JSONFLAG) $(WORDS)
 train-deepspeed-tb: $(READY) ## the same with TensorBoard
-	@$(SFTPLAY) train --deepspeed --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(DEEPSPEED) $(WORDS)
+	@$(SFTPLAY) train --deepspeed --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(DEEPSPEED) $(JSONFLAG) $(WORDS)
 
 comm-check: $(READY) ## how fast processes exchange gradients: NPROC= (CONFIG=, NNODES=, DRY_RUN=1, JSON=1)
 	@$(SFTPLAY) comm-check $(WHICH) $(SCALE) $(JSONFLAG) $(WORDS)
 
 train-ray: $(READY) ## train on a cluster of Ray (RAY_ADDRESS), or on one of its own: CONFIG= (WORKERS=2, DRY_RUN=1)
-	@$(SFTPLAY) train-ray $(WHICH) $(call flag,--workers,WORKERS) $(call switch,--dry-run,DRY_RUN) $(WORDS)
+	@$(SFTPLAY) train-ray $(WHICH) $(call flag,--workers,WORKERS) $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
 
 submit: $(READY) ## queue a run as a SLURM job: CONFIG= (NODES=, GPUS_PER_NODE= or GRES=, TIME=, PARTITION=, DRY_RUN=1, JSON=1)
 	@$(SFTPLAY) submit $(WHICH) $(call flag,--nodes,NODES) $(call flag,--gpus-per-node,GPUS_PER_NODE) \
 	  $(call flag,--gres,GRES) $(call flag,--time,TIME) $(call flag,--partition,PARTITION) $(call flag,--nproc,NPROC) \
 	  $(call flag,--sbatch,SBATCH) $(call flag,--server-sbatch,SERVER_SBATCH) $(call flag,--setup,SETUP) \
 	  $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
-status: $(READY) ## the SLURM job of a run, or of all runs: RUN= (CONFIG=, JSON=1)
-	@$(SFTPLAY) status $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 logs: $(READY) ## the last lines of a run's job: RUN= (N=50, WATCH=1)
 	@$(SFTPLAY) logs $(WHICH) $(RUNNAME) $(COUNT) $(call switch,--watch,WATCH) $(JSONFLAG) $(WORDS)
 cancel: $(READY) ## stop a run's job with a checkpoint: RUN= (FAST=1 does not wait for it)
@@ -181,12 +181,14 @@ gpu-info: $(READY) ## what this machine offers (TORCH=1 asks torch too, JSON=1)
 	@$(SFTPLAY) gpu-info $(call switch,--torch,TORCH) $(JSONFLAG) $(WORDS)
 memory-check: $(READY) ## who holds which memory, planned and real (WATCH=1, JSON=1, CONFIG=)
 	@$(SFTPLAY) memory-check $(WHICH) $(call switch,--watch,WATCH) $(JSONFLAG) $(WORDS)
+status: $(READY) ## how far all runs are, with their SLURM jobs: state, step, loss, ETA, memory (RUN= more of one, WATCH=1, CONFIG=, JSON=1)
+	@$(SFTPLAY) status $(WHICH) $(RUNNAME) $(call switch,--watch,WATCH) $(JSONFLAG) $(WORDS)
 doctor: $(READY) ## what would go wrong here, with remedies (CONFIG=, FAST=1 asks neither torch nor the network, JSON=1)
 	@$(SFTPLAY) doctor $(WHICH) $(call switch,--fast,FAST) $(JSONFLAG) $(WORDS)
 gpu-check: $(READY) ## try here what the kit promises; a table and a file for a report (FAST=1 minutes, OUT=folder)
 	@$(SFTPLAY) gpu-check $(call switch,--fast,FAST) $(OUTPUT) $(JSONFLAG) $(WORDS)
-report: $(READY) ## write report.html of a run: CONFIG= (RUN=)
-	@$(SFTPLAY) report $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
+report: $(READY) ## write report.html of a run: CONFIG= or RUN=; one page of several: RUN=a,b,c (OUT=page.html)
+	@$(SFTPLAY) report $(WHICH) $(RUNNAME) $(OUTPUT) $(JSONFLAG) $(WORDS)
 compare: $(READY) ## two runs side by side: RUN_A= RUN_B= (JSON=1)
 	@$(SFTPLAY) compare $(WHICH) $(call flag,--a,RUN_A) $(call flag,--b,RUN_B) $(JSONFLAG) $(WORDS)
 tensorboard: $(READY) ## curves in a browser, on this machine only; returns at once (PORT=)
@@ -209,6 +211,8 @@ bench-hrm: $(READY) ## task hrm against a plain script of the published training
 	@$(PROGRAM) benchmarks/hrm.py
 bench-sandbox: $(READY) ## programs a second in a box, against a plain process (ARGS="--count 300")
 	@$(PROGRAM) benchmarks/sandbox.py
+bench-install: ## a fresh clone to the demo's last line, by uv and by pip (ARGS="--tools uv --rounds 1")
+	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments words "$$TYPED_ARGS" benchmarks/install.py
 bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
 	@$(PROGRAM) benchmarks/startup.py
 bench-cpu-memory: $(READY) ## planned and measured memory of runs on a CPU
@@ -234,6 +238,8 @@ eval-full: $(READY) ## every held-out row, every metric, against its base
 	@$(SFTPLAY) eval-full $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 eval-code: $(READY) ## programs against tests: CONFIG= DATA=mbpp, humaneval or file (RUN=, NPROC=, N=1, TEMPERATURE=, SPLIT=test)
 	@$(SFTPLAY) eval-code $(WHICH) $(RUNNAME) $(call flag,--data,DATA) $(call flag,--split,SPLIT) $(COUNT) $(DRAW) $(SCALE) $(JSONFLAG) $(WORDS)
+lm-eval: $(READY) ## tasks of lm-evaluation-harness, run and base: RUN= TASKS=gsm8k,ifeval (JSON=1, ARGS="--limit 100 --include-path DIR")
+	@$(SFTPLAY) lm-eval $(WHICH) $(RUNNAME) $(call flag,--tasks,TASKS) $(JSONFLAG) $(WORDS)
 infer: $(READY) ## chat with a run's model, or solve a puzzle with IN=file: CONFIG= (RUN=, TEMPERATURE=, TOP_P=, MAX_NEW_TOKENS=, SEED=)
 	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(call flag,--in,IN) $(DRAW) $(WORDS)
 infer-batch: $(READY) ## answer every row of a file, resumable: CONFIG= IN= OUT= (RUN=, and as infer)

@@ -166,6 +166,7 @@ FLAGS: dict[str, Flags] = {
         "--in": _flag("rows with `completion`: the rewards of each", PATH, dest="input", default=""),
     },
     "completion": {"--shell": _flag("bash, zsh or fish", default="")},
+    "schema": {"--verbs": _switch("the schema of the verbs' JSON and of a run's files instead")},
     "inspect": _N_ROWS,
     "render": {**_N_ROWS, "--out": _flag("a new jsonl file for all rows", PATH)},
     "style": {"--style": _flag("the system prompt; without it the present one is printed")},
@@ -190,7 +191,12 @@ FLAGS: dict[str, Flags] = {
         "--a": _flag("name or folder of a run", PATH, required=True),
         "--b": _flag("name or folder of the other", PATH, required=True),
     },
-    **dict.fromkeys(("eval-test", "eval-quick", "eval-full", "report", "status"), _RUN),
+    **dict.fromkeys(("eval-test", "eval-quick", "eval-full"), _RUN),
+    "report": {
+        "--run": _flag("name or folder of the run; several with commas", PATH),
+        "--out": _flag("of several runs: the page to write", PATH, default=""),
+    },
+    "status": {**_RUN, "--watch": _switch("again every two seconds, until Ctrl-C")},
     "eval-code": {
         **_RUN,
         "--base": _switch("what the run started from"),
@@ -205,6 +211,15 @@ FLAGS: dict[str, Flags] = {
         "--executor": _flag("as for the verb sandbox; else sandbox.executor of the config"),
         **_SAMPLING,
         **_SCALE,
+    },
+    "lm-eval": {
+        **_RUN,
+        "--tasks": _flag("names of the harness's tasks or groups, with commas", _names, default=()),
+        "--include-path": _flag("a folder of task files of your own", PATH, default=""),
+        "--limit": _flag("only so many rows of each task, the first ones", _positive),
+        "--num-fewshot": _flag("examples before each question; else the task's own number", _count),
+        "--no-template": _switch("ask with plain documents, not by the run's chat template"),
+        "--engine": _flag("what answers", choices=["transformers", "vllm"], default="transformers"),
     },
     "infer": {
         **_RUN,
@@ -291,13 +306,14 @@ VERBS = {
     "import-config": ("import_config.import_config", "turn a config of another kit into one of this kit"),
     "validate": ("config.validate", "check a config and say what each value is and why"),
     "completion": ("completion.completion", "print a shell's completion: bash, zsh or fish"),
-    "schema": ("config.manual", "print the JSON schema of the config"),
+    "schema": ("config.manual", "print the JSON schema of the config, or of what the verbs print"),
     "manual": ("config.manual", "print the config manual"),
     "eval": ("evaluate.evaluate", "measure a run on its held-out rows, against its base"),
     "eval-test": ("evaluate.evaluate", "measure it on the test rows"),
     "eval-quick": ("evaluate.evaluate", "measure it on 50 prompts, without its base"),
     "eval-full": ("evaluate.evaluate", "measure it on every held-out row, by every metric"),
     "eval-code": ("eval_code.eval_code", "run a run's programs against the tests of problems"),
+    "lm-eval": ("harness.lm_eval", "tasks of lm-evaluation-harness on a run and its base"),
     "infer": ("infer.infer", "chat with a run's model"),
     "infer-batch": ("infer.infer_batch", "answer every row of a file"),
     "download-model": ("download.download_model", "fetch a model from the hub into its cache"),
@@ -305,7 +321,7 @@ VERBS = {
     "merge-test": ("export.merge_test", "compare a merged model with the adapter it came from"),
     "export": ("export.export", "write a run's model as a folder that stands alone"),
     "serve": ("export.serve", "answer OpenAI clients on this machine with a run's model"),
-    "report": ("report.report", "write report.html of a run"),
+    "report": ("report.report", "write report.html of a run, or one page of several"),
     "compare": ("report.compare", "two runs side by side"),
     "tensorboard": ("report.start", "show curves in a browser; returns at once"),
     "tb-stop": ("report.stop", "stop that TensorBoard"),
@@ -319,20 +335,27 @@ VERBS = {
     "setup-accelerate": ("machine.setup_accelerate", "write an accelerate config for this machine"),
     "train-ray": ("train.train_ray", "train on a cluster of Ray, or on one of its own"),
     "submit": ("slurm.submit", "queue the run of a config as a job of SLURM"),
-    "status": ("slurm.status", "the job of a run and how far the run is"),
+    "status": ("status.status", "how far the runs here are, and their jobs"),
     "logs": ("slurm.logs", "the last lines of a run's job"),
     "cancel": ("slurm.cancel", "stop the job of a run with a checkpoint"),
     "sandbox": ("sandbox.sandbox", "run programs of a model in a box, and judge them"),
     "check": ("machine.check", "lint and types of this repository"),
+    "help": ("help.show_help", "print the verbs; with --json all targets, settings, flags and exit codes"),
 }
 """verb -> module of `sftplay.commands` and function, help. A function takes the arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
     "demo", "init", "import-config", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual",
-    "compare", "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check",
-    "matrix", "setup-accelerate", "sandbox", "status", "logs", "cancel",
+    "compare", "report", "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check",
+    "gpu-check", "matrix", "setup-accelerate", "sandbox", "status", "logs", "cancel", "help", "lm-eval",
 )  # fmt: skip
 """Verbs that run without --config."""
+
+WITHOUT_JSON = ("completion", "manual", "infer", "serve", "tensorboard", "tb-stop", "check")
+"""Verbs that have no JSON document. configs/verbs.schema.json describes those of all others."""
+
+NO_OVERRIDES = ("compare", "report", "comm-check", "status", "logs", "cancel", "import-config")
+"""Verbs that take no config values where no config is named."""
 
 FLAGS_OF_VARIABLES = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--shell"}}
 """Verb -> what it takes without a flag, in order."""
@@ -469,7 +492,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if launcher_args and not _launches(verb):
         problem = f"{verb} starts no launcher that could take {shlex.join(launcher_args)}"
         raise ConfigError(problem, where="--", fix="leave out what follows `--`")
-    if args.overrides and not args.config and verb in ("compare", "comm-check", "status", "logs", "cancel"):
+    if args.json and verb in WITHOUT_JSON:
+        raise ConfigError(f"{verb} prints no JSON document", where="--json", fix="leave it out")
+    if args.overrides and not args.config and verb in NO_OVERRIDES:
         problem = f"{verb} has no config to set {args.overrides[0]!r} in"
         raise ConfigError(problem, where="command line", fix="leave it out, or name the config with CONFIG=")
     if not args.config and args.verb not in WITHOUT_CONFIG:
@@ -481,18 +506,23 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def with_flags(words: Sequence[str]) -> list[str]:
     """`init DATA OUT` with flags instead of the bare words, which may be written with a sign as for make."""
     flags, rest, names = [words[0]], [], FLAGS_OF_VARIABLES[words[0]]
-    free = [flag for flag in names.values() if flag not in words]
+    free = [flag for flag in names.values() if flag not in [word.partition("=")[0] for word in words]]
     before = ""
     for word in words[1:]:
         name, sign, value = word.partition("=")
         if name in names and sign:
             flags += [names[name], value]
-        elif free and not word.startswith("-") and before not in names.values() and ("." not in name or not sign):
+        elif free and not word.startswith("-") and before not in names.values() and not (sign and _is_key(name, word)):
             flags += [free.pop(0), word]
         else:
             rest.append(word)
         before = word
     return [*flags, *rest]
+
+
+def _is_key(name: str, word: str) -> bool:
+    """Whether `name=value` sets a key of the config, and is no file."""
+    return "." in name or (name.replace("_", "").isalpha() and name.islower() and not os.path.exists(word))  # noqa: PTH110
 
 
 class _Parser(argparse.ArgumentParser):
@@ -502,7 +532,7 @@ class _Parser(argparse.ArgumentParser):
 
 def list_flags(verb: str) -> list[str]:
     """The names of all flags that a verb takes."""
-    return ["--config", "--json", *FLAGS.get(verb, {})]
+    return ["--config", *([] if verb in WITHOUT_JSON else ["--json"]), *FLAGS.get(verb, {})]
 
 
 def _launches(verb: str) -> bool:

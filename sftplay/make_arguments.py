@@ -20,7 +20,7 @@ REMOVED = {
 }
 """Verb or target of an earlier release -> what does its work now."""
 
-FOR_THE_ENVIRONMENT = {"PY", "PYTHON", "UNSLOTH_PY", "TORCH_INDEX", "EXTRAS"}
+FOR_THE_ENVIRONMENT = {"PY", "PYTHON", "UNSLOTH_PY", "TORCH_INDEX", "EXTRAS", "INSTALLER"}
 """Settings of every target, which may have to build its environment first."""
 
 _READ = re.compile(r"TYPED_([A-Z_]+)|\$\(call \w+,[^,]+,([A-Z_]+)\)")
@@ -63,19 +63,29 @@ def refuse_goals(goals: list[str], makefile: Path = Path("Makefile")) -> ConfigE
     return ConfigError(f"no target called {unknown!r}", where="make", fix=fix, nearest=near)
 
 
+def read_recipes(makefile: Path) -> dict[str, str]:
+    """Target -> its recipe, with the macros of the Makefile written out."""
+    text = makefile.read_text(encoding="utf-8").replace("\\\n", "")
+    macros = dict(re.findall(r"^([A-Z]+) := (.*)$", text, re.M))
+
+    def write_out(part: str) -> str:
+        return _MACRO.sub(lambda name: write_out(macros[name[1]]) if name[1] in macros else name[0], part)
+
+    recipes = re.findall(r"^([a-z][a-z0-9-]*):.*\n((?:\t.*\n)*)", text, re.M)
+    return {target: write_out(recipe) for target, recipe in recipes}
+
+
+def list_settings(recipe: str) -> set[str]:
+    """The settings that a recipe passes on."""
+    return {name for pair in _READ.findall(recipe) for name in pair if name}
+
+
 def refuse_unused(names: list[str], goals: list[str], makefile: Path = Path("Makefile")) -> None:
     """Raise ConfigError for a typed setting that no goal takes: nothing that was typed is ignored."""
-    text = makefile.read_text(encoding="utf-8").replace("\\\n", "") if names and makefile.is_file() else ""
-    macros = dict(re.findall(r"^([A-Z]+) := (.*)$", text, re.M))
-    recipes = dict(re.findall(r"^([a-z][a-z0-9-]*):.*\n((?:\t.*\n)*)", text, re.M))
-
-    def takes(part: str) -> set[str]:
-        found = {name for pair in _READ.findall(part) for name in pair if name}
-        return found.union(*(takes(macros[name]) for name in _MACRO.findall(part) if name in macros))
-
-    taken = set().union(*(takes(recipes.get(goal, "")) for goal in goals))
+    recipes = read_recipes(makefile) if names and makefile.is_file() else {}
+    taken = set().union(*(list_settings(recipes.get(goal, "")) for goal in goals))
     unused = [name for name in names if name not in taken | FOR_THE_ENVIRONMENT]
-    if text and unused and all(goal in recipes for goal in goals):
+    if recipes and unused and all(goal in recipes for goal in goals):
         near = nearest_names(unused[0], taken - FOR_THE_ENVIRONMENT)
         fix = f"leave it out; it takes {', '.join(sorted(taken - FOR_THE_ENVIRONMENT)) or 'no settings'}"
         raise ConfigError(f"{' '.join(goals)} takes no {unused[0]}=", where="make", fix=fix, nearest=near)

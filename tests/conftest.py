@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import documents
 import fork_server
 import pytest
 from hypothesis import HealthCheck, settings
@@ -55,6 +56,7 @@ def pytest_configure() -> None:
 
 
 os.environ.setdefault("SFTPLAY_CACHE", ".cache")  # a test's working folder keeps its caches
+documents.check_documents()
 
 FORKING = fork_server.lazy_client(ROOT)
 FORKED = ("launch", "tasks", "runs", "train", "evaluate", "generate", "export", "report", "test_demo.py")
@@ -243,10 +245,12 @@ def sftplay() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def call(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
-        return subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "sftplay", *map(str, words)],
             cwd=options.pop("cwd", ROOT), timeout=options.pop("timeout", HANG_S), env=env, capture_output=True,
             text=True, check=False, **options,
         )  # fmt: skip
+        documents.check_document(words, done.stdout)
+        return done
 
     return call

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import documents
 import torch
 from safetensors.torch import load_file
 from small_run import Inputs, write_small_run
@@ -36,7 +37,10 @@ class Finished:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
+        lines = [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
+        for line in lines:
+            documents.check(line, "files/metrics.jsonl")
+        return lines
 
     @property
     def losses(self) -> list[float]:

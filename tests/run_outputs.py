@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import documents
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,12 +24,18 @@ class Outputs:
         return RunFolder(self.root / "outputs" / name)
 
     def status(self, name: str) -> dict[str, Any]:
-        return self.folder(name).read_json("status.json")
+        status = self.folder(name).read_json("status.json")
+        if "state" in status:  # else the run has not started
+            documents.check(status, "files/status.json")
+        return status
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
         """The lines that are written to their end; none where there is no file yet."""
         path = self.folder(name).metrics
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+        lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+        for line in lines:
+            documents.check(line, "files/metrics.jsonl")
+        return lines
 
     def weights(self, name: str) -> dict[str, Tensor]:
         return load_file(self.folder(name).path / "adapter" / "adapter_model.safetensors")

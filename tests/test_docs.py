@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from sftplay import cli
 from sftplay.config.keys import all_keys
+from sftplay.make_arguments import refuse_unused
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECORDED = ("evidence.md", "benchmarks.md")
 """Outputs of their day: a file or a key in them may have another name by now."""
 
@@ -49,6 +53,33 @@ def code_of(page: Path) -> Iterator[str]:
 def test_every_target_that_is_named_is_there(page: Path):
     named = {found[1] for code in code_of(page) if (found := re.match(r"(?:\$ )?make ([a-z][\w-]*)", code))}
     assert named - targets() == set()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.name)
+def test_every_command_of_the_first_pages_is_understood_by_make_and_by_its_verb(page: Path, tmp_path: Path):
+    """A program in Python's place keeps what make hands over; the command line then parses it, and loads no config."""
+    recorder, kept = tmp_path / "python", tmp_path / "kept"
+    recorder.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" > "{kept}"\n')
+    recorder.chmod(0o755)
+    lines = [line.strip().removeprefix("$ ") for line in page.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line for line in lines if line.startswith("make ") and (" #" in line or "CONFIG=" in line or "RUN_A=" in line)
+    ]
+    assert len(lines) > 8
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        names, goals = [word.partition("=")[0] for word in words[1:]], words[:1]
+        refuse_unused(names, goals, ROOT / "Makefile")
+        done = subprocess.run(
+            ["make", "-s", "READY=", f"PY={recorder}", *words], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        *called, in_args = kept.read_bytes().decode().split("\0")[:-1]
+        if called[:2] == ["-m", "sftplay"]:
+            args = cli.parse([*called[2:], *shlex.split(in_args.removeprefix(cli.MAKE_ARGS))], is_make=True)
+            assert {key.partition("=")[0] for key in args.overrides} <= set(all_keys())
+            assert "JSON" not in names or args.json
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -20,52 +21,76 @@ from sftplay import install
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class Pip:
+class Steps:
     """Stands in for the steps of an install: keeps the commands, and fails or does what a step leaves behind."""
 
     def __init__(self):
-        self.commands, self.fails_at, self.has_pip = [], None, False
+        self.commands, self.titles, self.fails_at, self.works = [], [], None, False
 
-    def __call__(self, argv, **_):
-        if argv[1:] == ["-c", "import pip"]:
-            return 0 if self.has_pip else 1
+    def __call__(self, title, argv, **_):
         self.commands.append(argv)
+        self.titles.append(title)
         if self.fails_at and self.fails_at in argv:
             return 1
+        venv = Path(argv[-1] if "venv" in argv else ".venv")
         if "venv" in argv:
-            (Path(argv[-1]) / "bin").mkdir(parents=True, exist_ok=True)
-            (Path(argv[-1]) / "bin" / "python").touch()
-            self.has_pip = True
+            (venv / "bin").mkdir(parents=True, exist_ok=True)
+            (venv / "bin" / "python").touch()
+            self.works = True
+        if title == "installing pip" or "-m venv" in " ".join(argv):
+            (venv / "lib/python3.11/site-packages/pip-1.dist-info").mkdir(parents=True, exist_ok=True)
         return 0
+
+    def forget(self):
+        self.commands, self.titles = [], []
 
     @property
     def kinds(self):
-        names = {"venv": "venv", "-r": "lock", "-c": "extras", install.TORCH: "torch"}
-        return [next(name for word, name in names.items() if word in argv) for argv in self.commands]
+        """What the steps do, without that of pip, which an environment of uv's has beside the lock."""
+        names = {"venv": "venv", "uninstall": "removal", "-r": "lock", "-c": "extras", install.TORCH: "torch"}
+        commands = [argv for title, argv in zip(self.titles, self.commands, strict=True) if title != "installing pip"]
+        return [next(name for word, name in names.items() if word in argv) for argv in commands]
+
+    def find(self, title):
+        return next(argv for name, argv in zip(self.titles, self.commands, strict=True) if name.endswith(title))
 
 
-@pytest.fixture
-def pip(tmp_path, monkeypatch):
-    """An empty clone as the current folder, in which nothing is really installed."""
+def clone_with(steps, tmp_path, monkeypatch, uv):
     clone = tmp_path / "a clone"
     clone.mkdir()
     for name in ("requirements.lock", "pyproject.toml"):
         shutil.copy(ROOT / name, clone / name)
     monkeypatch.chdir(clone)
-    for key in ("TORCH_INDEX", "EXTRAS"):
+    for key in [*(name for name in os.environ if name.startswith("UV_")), "TORCH_INDEX", "EXTRAS", "INSTALLER"]:
         monkeypatch.delenv(key, raising=False)
-    fake = Pip()
-    monkeypatch.setattr(install.subprocess, "call", fake)
-    monkeypatch.setattr(install, "run_logged", fake)
+    monkeypatch.setattr(install, "find_uv", lambda: uv)
+    monkeypatch.setattr(install, "run_logged", steps)
+    monkeypatch.setattr(install.Environment, "works", lambda _: steps.works)
     monkeypatch.setattr(install, "read_gpus", lambda: ("", []))
-    return fake
+    monkeypatch.setattr(install, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(install, "find_signs_of_gpus", list)
+    monkeypatch.setattr(install, "is_reachable", lambda *_: True)
+    monkeypatch.setattr(install, "read_pip_settings", dict)
+    return steps
+
+
+@pytest.fixture(params=["", "/somewhere/uv"], ids=["by pip", "by uv"])
+def pip(request, tmp_path, monkeypatch):
+    """An empty clone as the current folder, in which nothing is really installed, neither by pip nor by uv."""
+    return clone_with(Steps(), tmp_path, monkeypatch, request.param)
+
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch):
+    """The same, by pip alone."""
+    return clone_with(Steps(), tmp_path, monkeypatch, "")
 
 
 def test_a_step_that_fails_shows_the_end_of_what_it_said_and_not_what_came_before(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert install.run_logged([sys.executable, "-c", "print('of the step before')"]) == 0
+    assert install.run_logged("first", [sys.executable, "-c", "print('of the step before')"]) == 0
     code = "import sys; [print('line', n) for n in range(50)]; sys.exit(7)"
-    assert install.run_logged([sys.executable, "-c", code]) == 7
+    assert install.run_logged("second", [sys.executable, "-c", code]) == 7
     shown = capsys.readouterr().err.splitlines()
     assert shown == [f"line {n}" for n in range(50 - install.LAST_LINES, 50)]
 
@@ -94,7 +119,7 @@ def test_torch_comes_first_at_one_version_and_the_lock_holds_no_other(pip, capsy
     assert pip.kinds == ["venv", "torch", "lock"]
     assert re.fullmatch(r"torch==\d+\.\d+\.\d+", install.TORCH)
     assert not re.search(r"^torch\b", (ROOT / "requirements.lock").read_text(), re.M | re.I)
-    assert pip.commands[1][-1] == install.TORCH
+    assert pip.find(install.TORCH)[-1] == install.TORCH
     assert Path(".venv/.stamp").read_text() == str(Path.cwd())
     out = capsys.readouterr().out.splitlines()
     assert "GB on disk" in out[0]
@@ -125,7 +150,8 @@ def test_old_drivers_and_old_cards_get_torch_for_cuda_12(pip, monkeypatch, capsy
     monkeypatch.setattr(install, "read_gpus", lambda: (driver, capabilities))
     assert install.main(force=False) == 0
     said = capsys.readouterr().out
-    assert (pip.commands[1][-2:] == ["--index-url", install.CU126]) == takes_cu126
+    torch = pip.find(install.TORCH)
+    assert (torch[-1] == install.CU126 and torch[-2] in ("--index-url", "--default-index")) == takes_cu126
     assert (install.CU126 in said) == takes_cu126
     assert not takes_cu126 or said.index(install.CU126) < said.index("ready")
 
@@ -150,17 +176,16 @@ def test_driver_and_capabilities_are_read_from_nvidia_smi(printed, found, tmp_pa
 def test_another_index_installs_torch_anew_and_stays(pip, monkeypatch):
     """pip leaves an installed torch of the same version as it is, whatever the index: "already satisfied"."""
     install.main(force=False)
-    pip.commands.clear()
+    pip.forget()
     monkeypatch.setenv("TORCH_INDEX", INDEX)
     assert install.main(force=False) == 0
-    removed, torch, lock = pip.commands
-    assert removed[1:] == ["-m", "pip", "uninstall", "--yes", "torch"]
-    assert torch[-3:] == [install.TORCH, "--index-url", INDEX]
-    assert "-r" in lock
+    assert pip.kinds == ["removal", "torch", "lock"]
+    assert pip.commands[0][-1] == "torch"
+    assert pip.find(install.TORCH)[-3:] in ([install.TORCH, flag, INDEX] for flag in ("--index-url", "--default-index"))
     assert Path(".venv/.stamp").read_text().splitlines() == [str(Path.cwd()), INDEX]
     for index in (INDEX, ""):  # the same, and none
         monkeypatch.setenv("TORCH_INDEX", index)
-        pip.commands.clear()
+        pip.forget()
         assert install.main(force=False) == 0
         assert pip.commands == []
         install.main(force=True)
@@ -173,6 +198,7 @@ def test_extras_are_installed_within_the_lock(pip, monkeypatch):
     assert install.main(force=False) == 0
     assert pip.kinds == ["venv", "torch", "lock", "extras"]
     wanted = pip.commands[-1][pip.commands[-1].index("-c") + 2 :]
+    assert pip.commands[-1][pip.commands[-1].index("-c") + 1] == "requirements.lock"
     assert wanted[0] == install.TORCH  # what an extra brings must not move it
     assert [re.match(r"[a-z]+", requirement)[0] for requirement in wanted[1:]] == ["deepspeed", "ray"]
 
@@ -194,19 +220,23 @@ def test_the_environment_of_unsloth_is_its_own_and_brings_nothing_that_unsloth_a
     shutil.copy(ROOT / "requirements-unsloth.lock", "requirements-unsloth.lock")
     monkeypatch.setenv("EXTRAS", "serve")  # meant for .venv
     assert install.main(force=False, wanted=install.UNSLOTH) == 0
-    venv, torch, lock, beside = pip.commands
-    assert venv[-1] == ".venv-unsloth"
-    assert {command[0] for command in (torch, lock, beside)} == {".venv-unsloth/bin/python"}
+    *_, torch, lock, beside = pip.commands
+    assert pip.commands[0][-1] == ".venv-unsloth"
+    assert all(".venv-unsloth/bin/python" in command for command in (torch, lock, beside))
     assert (torch[-1], lock[-2:]) == (install.TORCH, ["-r", "requirements.lock"])
     assert beside[-3:] == ["--no-deps", "-r", "requirements-unsloth.lock"]
     assert Path(".venv-unsloth/.stamp").read_text() == str(Path.cwd())
-    pip.commands.clear()
+    pip.forget()
     assert install.main(force=False, wanted=install.UNSLOTH) == 0
     assert pip.commands == []
     later = Path(".venv-unsloth/.stamp").stat().st_mtime + 5
     os.utime("requirements-unsloth.lock", (later, later))
     assert install.main(force=False, wanted=install.UNSLOTH) == 0
-    assert len(pip.commands) == 3
+    assert [title.split()[-1] for title in pip.titles[-3:]] == [
+        install.TORCH,
+        "requirements.lock",
+        "requirements-unsloth.lock",
+    ]
 
 
 def test_an_unknown_extra_is_refused_with_those_there_are(pip, monkeypatch, capsys):
@@ -223,7 +253,8 @@ def test_an_install_that_breaks_off_goes_on_where_it_was(pip, capsys):
     assert install.main(force=False) == 3
     assert not install.KIT.is_fresh()
     assert "fix: see .cache/install.log, then run the command again" in capsys.readouterr().err
-    pip.fails_at, pip.commands = None, []
+    pip.fails_at = None
+    pip.forget()
     assert install.main(force=False) == 0
     assert pip.kinds == ["torch", "lock"]  # the environment is kept; pip skips what it has
     assert Path(".venv/.stamp").exists()
@@ -231,15 +262,16 @@ def test_an_install_that_breaks_off_goes_on_where_it_was(pip, capsys):
 
 def test_a_clone_that_was_moved_is_built_anew(pip, tmp_path, monkeypatch):
     install.main(force=False)
-    Path(".venv/lib").mkdir()
+    Path(".venv/lib/of-before").touch()
     Path(".venv/lib64").symlink_to("lib")
     Path.cwd().rename(tmp_path / "moved")
     monkeypatch.chdir(tmp_path / "moved")
-    pip.has_pip = False
-    pip.commands.clear()
+    pip.works = False
+    pip.forget()
     assert install.main(force=False) == 0
     assert pip.kinds == ["venv", "torch", "lock"]
-    assert sorted(path.name for path in Path(".venv").iterdir()) == [".stamp", "bin"]
+    assert sorted(path.name for path in Path(".venv").iterdir()) == [".stamp", "bin", "lib"]
+    assert not Path(".venv/lib/of-before").exists()
     assert Path(".venv/.stamp").read_text() == str(tmp_path / "moved")
 
 
@@ -288,7 +320,7 @@ FOREIGN = {
 @pytest.mark.parametrize("place", FOREIGN)
 def test_an_environment_that_the_kit_has_not_made_is_left_alone(place, works, pip, foreign, capsys):
     FOREIGN[place](foreign)
-    pip.has_pip = works
+    pip.works = works
     before = contents(foreign), contents(Path(".venv"))
     later = Path("requirements.lock").stat().st_mtime + 5
     os.utime("requirements.lock", (later, later))
@@ -361,7 +393,7 @@ def test_the_kits_own_environment_on_another_disk_is_kept_up_to_date(pip, tmp_pa
     install.main(force=False)
     Path(".venv").rename(tmp_path / "disk" / "venv")
     Path(".venv").symlink_to(tmp_path / "disk" / "venv")
-    pip.commands.clear()
+    pip.forget()
     assert install.main(force=True) == 0
     assert pip.kinds == ["torch", "lock"]
 
@@ -373,3 +405,155 @@ def test_an_install_that_is_killed_while_it_makes_the_environment_is_known_as_th
     pip.fails_at = None
     assert install.main(force=False) == 0
     assert not Path(".venv/half").exists()
+
+
+def choose(pip, monkeypatch, *, named="", settings=None, signs=(), reachable=True, driver=("",)):
+    """Install on a machine without the files of a driver; torch's index in the stamp, and what was said."""
+    monkeypatch.setenv("TORCH_INDEX", named)
+    monkeypatch.setattr(install, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(install, "read_gpus", lambda: (driver[0], list(driver[1:])))
+    monkeypatch.setattr(install, "read_pip_settings", lambda: settings or {})
+    monkeypatch.setattr(install, "find_signs_of_gpus", lambda: list(signs))
+    monkeypatch.setattr(install, "is_reachable", lambda *_: reachable)
+    monkeypatch.setattr(install.platform, "system", lambda: "Linux")
+    pip.forget()
+    assert install.main(force=True) == 0
+    return install.read_stamp(install.KIT).index
+
+
+@pytest.mark.parametrize(
+    ("machine", "index", "said"),
+    [
+        ({}, install.CPU, "0.4 GB to fetch"),
+        ({"named": "default"}, "", "3.0 GB to fetch"),
+        ({"named": "cu129"}, f"{install.BUILDS}/cu129", "0.4 to 3.2 GB to fetch"),
+        ({"settings": {"find-links": "/wheels"}}, "", "your find-links decides its place"),
+        ({"settings": {"index-url": "https://example.org"}}, "", "your index-url decides its place"),
+        ({"settings": {"no-index": "true"}}, "", "your no-index decides its place"),
+        ({"settings": {"no-index": "false", "timeout": "9"}}, install.CPU, "no NVIDIA driver here: torch comes from"),
+        ({"signs": ["sbatch"]}, "", "sbatch tells of machines with GPUs; TORCH_INDEX=cpu"),
+        ({"reachable": False}, "", "is not reachable: plain torch"),
+        ({"driver": ("580.95.05", 8.0)}, "", "3.0 GB to fetch"),
+        ({"driver": ("550.54.15", 8.0)}, install.CU126, "3.2 GB to fetch"),
+        ({"driver": ("550.54.15", 8.0), "reachable": False}, "", "CUDA 13, but"),
+    ],
+)
+def test_the_build_of_torch_follows_the_machine_and_is_said_with_its_size(
+    pip, monkeypatch, capsys, machine, index, said
+):
+    assert choose(pip, monkeypatch, **machine) == index
+    lines = capsys.readouterr().out
+    assert said in lines
+    assert lines.index(said) < lines.index("ready")
+    assert (pip.find(install.TORCH)[-1] == index) == bool(index)
+
+
+def test_a_card_that_is_added_brings_its_torch_and_one_that_is_not_seen_takes_nothing_away(pip, monkeypatch):
+    assert choose(pip, monkeypatch) == install.CPU
+    assert choose(pip, monkeypatch, reachable=False) == install.CPU  # torch is there: nothing is asked of the index
+    assert choose(pip, monkeypatch, driver=("580.95.05", 9.0)) == ""
+    assert pip.kinds == ["removal", "torch", "lock"]
+    assert choose(pip, monkeypatch) == ""  # a login node, or a driver that is being updated
+    assert pip.kinds == ["torch", "lock"]
+    assert choose(pip, monkeypatch, named="cpu") == install.CPU  # what is named stays
+    assert choose(pip, monkeypatch, driver=("580.95.05", 9.0)) == install.CPU
+
+
+def test_a_swap_of_torch_that_breaks_off_is_finished_by_the_next_start(pip, monkeypatch):
+    install.main(force=False)
+    monkeypatch.setenv("TORCH_INDEX", INDEX)
+    pip.fails_at = "uninstall"
+    assert install.main(force=False) == 3
+    monkeypatch.delenv("TORCH_INDEX")
+    pip.fails_at = None
+    pip.forget()
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["removal", "torch", "lock"]
+    assert pip.find(install.TORCH)[-1] == INDEX
+    pip.fails_at = "-r"  # behind torch: it is the right one, and is not fetched again
+    assert install.main(force=True) == 3
+    pip.fails_at = None
+    pip.forget()
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["torch", "lock"]
+
+
+def test_pip_takes_over_an_environment_of_uvs_that_has_no_pip(steps):
+    install.main(force=False)
+    shutil.rmtree(".venv/lib")
+    steps.forget()
+    assert install.main(force=True) == 0
+    assert steps.commands[0] == [".venv/bin/python", "-m", "ensurepip", "--default-pip"]
+
+
+@pytest.mark.parametrize("named", ["conda", "uv"])
+def test_an_installer_that_cannot_be_had_is_refused(named, steps, monkeypatch, capsys):
+    monkeypatch.setenv("INSTALLER", named)
+    assert install.main(force=False) == 2
+    assert steps.commands == []
+    assert "fix: " in capsys.readouterr().err
+
+
+PIP_CONF = """\
+[global]
+index-url = https://example.org/simple
+timeout = 60
+find-links = /of/global
+[install]
+find_links = /wheels ~/more
+extra-index-url =
+    https://example.org/a
+    https://example.org/b
+no-index = false
+[freeze]
+all = true
+"""
+
+
+def test_pips_own_settings_reach_uv_and_those_of_uv_come_first(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_", "SSL_", "ALL_"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "pip.conf").write_text(PIP_CONF)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_CERT", "/my/ca.pem")
+    monkeypatch.setenv("PIP_CONSTRAINT", "c.txt")
+    monkeypatch.setenv("HOME", "/home/of/me")
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    installer = install.Installer("uv", install.read_pip_settings())
+    begin = ["uv", "pip", "install", "--python", ".venv/bin/python", "--index-strategy", "unsafe-best-match"]
+    index = ["--default-index", "https://example.org/simple"]
+    extra = ["--index", "https://example.org/a", "--index", "https://example.org/b"]
+    links = ["--find-links", "/wheels", "--find-links", "/home/of/me/more"]
+    bounds = ["--constraints", "c.txt"]
+    assert installer.install(install.KIT, "x") == [*begin, *index, *extra, *links, *bounds, "x"]
+    assert installer.find_variables()["SSL_CERT_FILE"] == "/my/ca.pem"
+    assert installer.find_variables()["UV_HTTP_TIMEOUT"] == "60"
+    other = ["x", *installer.name_index(INDEX)]
+    assert installer.install(install.KIT, *other) == [*begin, *extra, *links, *bounds, *other]
+    for name, value in {"UV_INDEX": "https://mine", "UV_CONSTRAINT": "mine.txt", "UV_HTTP_TIMEOUT": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert installer.install(install.KIT, "x") == [*begin, *index, *links, "x"]
+    # uv forgets its variable where a command names constraints, as that of the extras does.
+    words = ["-c", "requirements.lock", "x"]
+    assert installer.install(install.KIT, *words) == [*begin, *index, *links, "--constraints", "mine.txt", *words]
+    assert installer.find_variables()["UV_HTTP_TIMEOUT"] == "5"
+
+
+def test_the_settings_of_pip_are_what_pip_itself_says_for_an_install(tmp_path, monkeypatch):
+    (tmp_path / "pip.conf").write_text(PIP_CONF)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    settings = install.read_pip_settings()
+    assert settings["find-links"] == os.environ.get(
+        "PIP_FIND_LINKS", "/wheels ~/more"
+    )  # the verb, then a variable, first
+    assert settings["no-index"] == "1"
+    assert "all" not in settings
+
+
+def test_without_an_answer_an_index_is_not_waited_for(monkeypatch):
+    with socket.socket() as silent:  # it takes connections, and says nothing
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr(install, "REACH_S", 0.2)
+        assert not install.is_reachable(f"http://127.0.0.1:{silent.getsockname()[1]}/torch/", None)

@@ -43,7 +43,7 @@ ATTACKS = {
 
 RECORDER = """\
 #!/bin/sh
-{ printf '%s\\0' "$TORCH_INDEX" "$EXTRAS" "$@"; printf '\\0\\0END\\0\\0'; } >> "$RECORDED"
+{ printf '%s\\0' "$TORCH_INDEX" "$EXTRAS" "$INSTALLER" "$@"; printf '\\0\\0END\\0\\0'; } >> "$RECORDED"
 """
 
 
@@ -65,7 +65,7 @@ class Place:
         )  # fmt: skip
 
     def calls(self) -> list[list[str]]:
-        """The arguments of each call, behind the environment's two."""
+        """The arguments of each call, behind the environment's three."""
         text = self.recorded.read_bytes().decode() if self.recorded.exists() else ""
         return [call.removesuffix("\0").split("\0") for call in text.split("\0\0END\0\0")[:-1]]
 
@@ -136,7 +136,7 @@ def test_what_is_no_setting_is_refused_and_never_expanded(name: str, place: Plac
 def test_ready_and_a_python_in_the_environment_build_nothing_and_are_used(place: Place):
     done = place.make("-s", "gpu-check", READY="1", PY=str(place.recorder), PYTHON="false")
     assert done.returncode == 0, done.stderr
-    assert [call[2:5] for call in place.calls()] == [["-m", "sftplay", "gpu-check"]]
+    assert [call[3:6] for call in place.calls()] == [["-m", "sftplay", "gpu-check"]]
 
 
 @pytest.mark.contract
@@ -150,7 +150,7 @@ def test_ready_builds_nothing_whatever_stands_in_it(place: Place, recording: lis
     given = [word for word in recording if not word.startswith("READY=")]
     done = place.make("-s", *given, "READY=x:;touch pwned", "gpu-info")
     assert (done.returncode, place.is_untouched) == (0, True)
-    assert [call[2:] for call in place.calls()] == [["-m", "sftplay", "gpu-info", "--make-args="]]
+    assert [call[3:] for call in place.calls()] == [["-m", "sftplay", "gpu-info", "--make-args="]]
 
 
 @pytest.mark.contract
@@ -161,7 +161,7 @@ def test_ready_builds_nothing_when_it_and_the_python_are_exported(place: Place, 
     words = [f"{name}={value}" for name, value in given.items()] if typed else []
     done = place.make("-s", *words, "PYTHON=false", "gpu-check", "FAST=1", **({} if typed else given))
     assert (done.returncode, done.stderr) == (0, "")
-    assert [call[2:6] for call in place.calls()] == [["-m", "sftplay", "gpu-check", "--fast"]]
+    assert [call[3:7] for call in place.calls()] == [["-m", "sftplay", "gpu-check", "--fast"]]
 
 
 @pytest.mark.contract
@@ -211,7 +211,7 @@ def test_settings_become_flags(place: Place, recording: list[str]):
     place.make(*recording, "train", *words, "ARGS=a.b=c")
     expected = ["-m", "sftplay", "train", "--config=a b.yaml", "--nproc=2", "--nnodes=3", "--node-rank=1"]
     expected += ["--master-addr=h", "--master-port=5", "--dry-run", "--make-args=a.b=c"]
-    assert [call[2:] for call in place.calls()] == [expected]
+    assert [call[3:] for call in place.calls()] == [expected]
 
 
 @pytest.mark.contract

@@ -123,6 +123,7 @@ render --out README.md
 style
 eval output_dir=/nowhere
 infer output_dir=/nowhere
+lm-eval --tasks x output_dir=/nowhere
 infer-batch --in x --out y output_dir=/nowhere
 resume output_dir=/nowhere
 report output_dir=/nowhere

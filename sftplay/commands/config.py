@@ -31,7 +31,12 @@ def validate(args: Namespace) -> int:
 
 
 def manual(args: Namespace) -> int:
-    """`manual`: docs/config.md; `schema`: the JSON schema of the whole config."""
+    """`manual`: docs/config.md; `schema`: the JSON schema of the whole config, or of what the verbs print."""
+    if getattr(args, "verbs", False):
+        from sftplay.places import shipped
+
+        print(shipped("configs/verbs.schema.json").read_text(encoding="utf-8"), end="")
+        return 0
     from sftplay.config.manual import manual_text, schema_text
 
     print(manual_text() if args.verb == "manual" else schema_text(), end="")
@@ -60,7 +65,8 @@ def init(args: Namespace) -> int:
     write_text(out, draft.text)
     if args.json:
         facts = {"config": str(out), "model": draft.model, "max_seq_len": draft.max_seq_len, "rows": draft.n_rows}
-        print(json.dumps(facts))
+        values = {key: {"value": value, "why": why} for key, (value, why) in draft.values.items()}
+        print(json.dumps({**facts, "values": values}))
         return 0
     log.show(draft.text)
     log.say(f"{out} is written; next: {command_for('inspect', str(out))}", "init")

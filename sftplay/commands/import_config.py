@@ -19,9 +19,6 @@ def import_config(args: Namespace) -> int:
 
     A config that names a kind of training that is not offered is written too: `validate` refuses it, and says why.
     """
-    if args.overrides:
-        what = f"import-config has no config to set {args.overrides[0]!r} in"
-        raise ConfigError(what, where="command line", fix="leave it out, and change the config that is written")
     out = Path(args.out)
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError("a config is a YAML file", where=str(out), fix="give it a name that ends in .yaml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from io import TextIOWrapper
@@ -44,11 +45,14 @@ def sandbox(args: Namespace) -> int:
         if args.out:  # it takes the place of what is there when all is written: that may be the jobs themselves
             scratch = stack.enter_context(whole_file(Path(args.out)))
             target = stack.enter_context(scratch.open("w", encoding="utf-8"))
-        jobs = read_jobs(source, timeout_s=args.timeout)
+        jobs, statuses = read_jobs(source, timeout_s=args.timeout), Counter[str]()
         while batch := list(islice(jobs, 256)):
             for verdict in box.run(batch):
                 target.write(json.dumps(verdict.as_dict(), ensure_ascii=False) + "\n")
+                statuses[verdict.status] += 1
             target.flush()
+    if args.json and args.out:
+        print(json.dumps({"out": args.out, "verdicts": statuses.total(), "statuses": statuses}))
     return 0
 
 
@@ -109,5 +113,7 @@ def self_test(args: Namespace) -> int:
         log.show(text)
     through = [f"{name}: {row.attack.name}" for name, several in rows.items() for row in several if row.problems]
     held = sum(len(several) for several in rows.values()) - len(through)
+    if args.json:
+        print(json.dumps({"held": held, "through": through}))
     log.show(f"{held} attempts held, {len(through)} got through{': ' if through else ''}{'; '.join(through)}")
     return RunError.exit_code if through else 0

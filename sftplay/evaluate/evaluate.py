@@ -217,14 +217,22 @@ def ready_to_answer(model: Any, cfg: RunConfig) -> Iterator[None]:
     was_training, had_cache = model.training, model.config.use_cache
     model.eval()
     model.config.use_cache = True
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(cfg.train.precision))
-    half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), wanted)
+    dtype = find_autocast(model, cfg)
     device = next(model.parameters()).device.type
-    rounds = half is not None and torch.float32 in dtypes
     try:
-        with nothing_recomputed(model), torch.autocast(device, dtype=half or torch.bfloat16, enabled=rounds):
+        with (
+            nothing_recomputed(model),
+            torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None),
+        ):
             yield
     finally:
         model.config.use_cache = had_cache
         model.train(was_training)
+
+
+def find_autocast(model: Any, cfg: RunConfig) -> torch.dtype | None:
+    """Return the 16-bit dtype in which the model's fp32 weights compute in a run in 16 bits, None in any other."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(cfg.train.precision))
+    half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), wanted)
+    return half if torch.float32 in dtypes else None

@@ -303,7 +303,7 @@ def _torch(machine: Machine) -> list[CheckResult]:
         return []
     if build.cuda is None:
         what = f"{build.version} is not built for CUDA; the GPU would stay idle"
-        return [CheckResult("stop", "torch", what, "make install TORCH_INDEX=<an index with a CUDA build of torch>")]
+        return [CheckResult("stop", "torch", what, "make install TORCH_INDEX=default")]
     lacking = {gpu.capability: gpu.name for gpu in machine.gpus if build.runs_on(gpu.capability) is False}
     fix = "make install, which takes torch for CUDA 12.6, the last with Volta; TORCH_INDEX= names another build"
     results = []

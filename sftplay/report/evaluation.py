@@ -12,6 +12,7 @@ from sftplay.report.figures import (
     FEW_PROMPTS,
     as_number,
     capitalized,
+    change,
     compare,
     find_name,
     format_course,
@@ -24,6 +25,9 @@ from sftplay.report.page import MOST_CHARACTERS, Answer, Block, Remark, Section,
 from sftplay.report.run_files import RunFiles, mapping
 
 MOST_TABLES = 20
+
+HARNESS = "lm-eval"
+"""Name of the file in eval/ that has a table of its own."""
 
 EACH = 4
 """Rows shown of each kind."""
@@ -80,11 +84,37 @@ def evaluation_blocks(run: RunFiles) -> list[Block]:
         ("table", Table(head=head, rows=rows, kinds="  nnv", caption=f"Before and after training{note}")),
         ("table", Table(head=["Share", "", ""], rows=bars[: 2 * MOST_TABLES], kinds=" bn")),
     ]
-    others = sorted(name for name in set(run.evals) - pairs if not name.startswith(("step-", "perplexity")))
+    if HARNESS in run.evals:
+        blocks.append(("table", harness_table(run.evals[HARNESS])))
+    others = sorted(name for name in set(run.evals) - pairs if not name.startswith(("step-", "perplexity", HARNESS)))
     for name in others[:MOST_TABLES]:
         rows = [[key, value] for key, value in list_facts(run.evals[name])[:60]]
         blocks.append(("table", Table(head=["Figure", "Value"], rows=rows, caption=f"eval/{name}.json", kinds=" n")))
     return blocks
+
+
+def harness_table(content: dict[str, Any]) -> Table:
+    """Return the figures of lm-eval.json for the base and the run, each with its standard error."""
+
+    def write(cell: dict[str, Any]) -> str:
+        error = as_number(cell.get("stderr"))
+        return format_figure("", cell.get("value")) + (f" ± {error:.2g}" if error is not None else "")
+
+    run, base, tasks = (mapping(content.get(key)) for key in ("run", "base", "tasks"))
+    rows = []
+    for task, figures in list(run.items())[:200]:
+        facts, of_base = mapping(tasks.get(task)), mapping(base.get(task))
+        for metric, figure in list(mapping(figures).items())[:20]:
+            cells, name = [mapping(of_base.get(metric)), mapping(figure)], [task, metric]
+            sizes = [format_figure("", facts.get(key)) for key in ("fewshot", "n")]
+            moved = change("", cells[0].get("value"), after=cells[1].get("value"))
+            rows.append([*name, *sizes, *map(write, cells), moved])
+    form = "the run's chat template" if content.get("template") else "plain documents"
+    caption = f"lm-evaluation-harness {content.get('harness')}, both asked by {form}; ± is the standard error"
+    if as_number(content.get("limit")) is not None:
+        caption += f"; only the first {content['limit']} rows of each task"
+    head = ["Task", "Metric", "Few-shot", "Rows", "Base", "Run", "Change"]
+    return Table(head=head, rows=rows, kinds="  nnnnn", caption=caption)
 
 
 def pick_answers(run: RunFiles, prefix: str) -> list[Block]:

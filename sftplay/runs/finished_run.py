@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from sftplay import log
-from sftplay.atomic import write_text
+from sftplay.atomic import read_object, write_text
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
@@ -50,11 +50,15 @@ def open_run(
     return cfg.with_values(wanted, "command line"), folder
 
 
-def prepare_environment(cfg: RunConfig) -> None:
-    """Quieten the heavy libraries. Call it before the first of them is imported."""
+def prepare_environment(cfg: RunConfig, *, reads_hub: bool = False) -> None:
+    """Quieten the heavy libraries. Call it before the first of them is imported. With `reads_hub` data may come from
+    the hub although the model is here, and bars of progress are the caller's own.
+    """
     log.say("loading libraries and model", "use")
     os.environ.update(quiet_environment() | cache_environment())
-    if is_local(cfg.model.name):
+    if reads_hub:
+        os.environ.update({"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"})
+    elif is_local(cfg.model.name):
         # Nothing is downloaded; without this, progress bars of libraries would appear between the lines.
         os.environ.update(offline_environment())
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends packages nobody asked for
@@ -84,6 +88,19 @@ def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
         log.say(f"warning: the chat template in {folder.result} is not the one this run was trained with:", "use")
         log.say(f"its sha256 is {stored}, the run's was {trained}; it is used as it stands", "use")
     return template
+
+
+def describe_end(folder: RunFolder) -> dict[str, Any]:
+    """Return the JSON document of `train` and `resume`: status.json, the result, the report, the figures of eval/."""
+    report = folder.path / "report.html"
+    figures = {name: read_object(folder.eval / f"{name}.json") for name in ("before", "after", "perplexity")}
+    return {
+        "run": str(folder.path),
+        **folder.read_json("status.json"),
+        "result": folder.result and str(folder.result),
+        "report": str(report) if report.exists() else None,
+        "figures": {name: content for name, content in figures.items() if content},
+    }
 
 
 def report_at_end(folder: RunFolder) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import tempfile
 import time
@@ -18,7 +19,7 @@ from typing import Any
 from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
-from sftplay.data.files import listed
+from sftplay.data.files import list_files, listed
 from sftplay.data.layouts import LayoutOptions, detect_layout, read_layout_options, to_record
 from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source
@@ -48,6 +49,8 @@ class Draft:
     model: str
     max_seq_len: int
     n_rows: int
+    values: Mapping[str, tuple[Any, str]]
+    """Key -> what is written, and why."""
 
 
 def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: str) -> Draft:
@@ -58,9 +61,12 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: 
     values = _Values(_load(json.dumps({"model": {"name": TOY}, "data": {"train_path": data}}), overrides))
     if "model.name" in values.given:
         check_model(resolve_names(values.cfg), asks_hub=False)
+    sides = {} if "data.train_path" in values.given else find_sides(data)
+    for key, path in sides.items():
+        values.set(key, path, why=f"by its name in {data}")
     survey = survey_rows(values.cfg)
     n_rows = len(survey.records)
-    values.set("data.train_path", data, why=f"layout {' and '.join(survey.layouts)}")
+    values.set("data.train_path", sides.get("data.train_path", data), why=f"layout {' and '.join(survey.layouts)}")
     if survey.columns:
         values.set("data.columns", dict(survey.columns), why="guessed from the names: look at `make inspect`")
     if survey.refused:
@@ -88,7 +94,36 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: 
         values.set(key, None, why="")
     text = _write(values.lines, survey=survey, out=out)
     model = _load(text, ()).model
-    return Draft(text=text, model=model.name, max_seq_len=model.max_seq_len, n_rows=n_rows)
+    return Draft(text=text, model=model.name, max_seq_len=model.max_seq_len, n_rows=n_rows, values=values.lines)
+
+
+SIDES = {
+    "data.train_path": ("train",),
+    "data.val_path": ("val", "valid", "validation", "dev"),
+    "data.test_path": ("test",),
+}
+"""Key -> how the name of its file begins in a folder that holds all of a data set."""
+
+
+def find_sides(data: str) -> dict[str, str]:
+    """Return key -> file where a folder's files are called train..., val..., test..., one of each. Else none: all its
+    files are for training. Raise DataError where some are called so and it cannot be told which to train on.
+    """
+    if not Path(data).is_dir():
+        return {}
+    called: dict[str, list[str]] = {key: [] for key in SIDES}
+    files = list_files(data)
+    for file in files:
+        word = re.match(r"[a-z]*", file.name.lower())
+        for key, words in SIDES.items():
+            called[key] += [str(file)] * (word is not None and word[0] in words)
+    if not called["data.val_path"] and not called["data.test_path"]:
+        return {}
+    if sum(map(len, called.values())) < len(files) or any(len(named) > 1 for named in called.values()):
+        held_out = Path([*called["data.test_path"], *called["data.val_path"]][0]).name
+        what = f"holds {held_out}, which is not for training by its name, among {len(files)} files"
+        raise DataError(what, where=data, fix="name the file of training rows, or a folder with nothing else")
+    return {key: named[0] for key, named in called.items() if named}
 
 
 class _Values:

@@ -21,6 +21,7 @@ from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RunFolder, find_ru
 from sftplay.machine.probe import probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.task_sizing import SizedRun
+from sftplay.runs.finished_run import describe_end
 from sftplay.runs.inputs import check_inputs
 from sftplay.runs.start import build_command, print_command, read_scale, run_workers, size, split_rows, write_plan
 
@@ -44,7 +45,7 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         _refuse_changes(stored, resolve_names(filled), folder=folder)
         log.say(f"{folder.path} is finished: nothing to do", "resume")
         if args.json:
-            print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
+            print(json.dumps(describe_end(folder)))
         return 0
     machine = probe()
     scale = read_scale(args, machine)

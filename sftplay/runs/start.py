@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import textwrap
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from sftplay.machine.probe import Machine
 from sftplay.plan.forecast import Hardware
 from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
-from sftplay.runs.finished_run import report_at_end
+from sftplay.runs.finished_run import describe_end, report_at_end
 from sftplay.runs.inputs import known_lengths, known_shape, needs_no_hub
 from sftplay.runs.strategy_setup import (
     build_strategy_environment,
@@ -77,7 +78,15 @@ def run_workers(
     restarts, max_restarts = 0, cfg.cluster.max_restarts
     while True:
         write_text(folder.path / "launch.txt", command.as_text() + "\n")
-        folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
+        attempts = folder.read_json("status.json").get("attempts")
+        if attempts and attempts[-1]["cause"] is None and args.node_rank == 0:  # it was killed
+            from sftplay.launch.cost import last_write_s, with_ends
+
+            folder.update_status(attempts=with_ends(attempts, end_s=last_write_s(folder.path)))
+        started = round(time.time(), 3)
+        folder.update_status(
+            state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None, started=started
+        )
         log.say("starting the worker")
         exit_code = follow(command, folder, check_nodes=check_nodes)
         error = folder.read_json("status.json").get("error") or {}
@@ -98,8 +107,8 @@ def run_workers(
     if exit_code in (ConfigError.exit_code, MachineError.exit_code, DataError.exit_code) and rendezvous is None:
         folder = archive_aborted_run(folder)
     report_at_end(folder)
-    if args.json and args.verb != "demo":
-        print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
+    if args.json and (args.verb != "demo" or exit_code):
+        print(json.dumps(describe_end(folder)))
     return exit_code
 
 

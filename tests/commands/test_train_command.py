@@ -14,7 +14,7 @@ from sftplay.commands import train as train_command
 from sftplay.config.data import DataConfig
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.run import ModelConfig, RunConfig
-from sftplay.errors import MachineError
+from sftplay.errors import DataError, MachineError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing import size_run
@@ -96,7 +96,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 
 
 def refused(code: int) -> dict[str, object]:
-    return {"state": "failed", "exit_code": code, "error": {"code": "data", "what": "row 40 is bad", "fix": "mend it"}}
+    return {"state": "failed", "exit_code": code, "error": DataError("row 40 is bad", fix="mend it").as_json()}
 
 
 @pytest.mark.parametrize("code", [2, 3, 4])

@@ -142,6 +142,44 @@ def test_without_the_tokenizer_lengths_are_told_from_bytes_and_said_to_be_so(tmp
     assert "estimated by bytes" in (tmp_path / "run.yaml").read_text()
 
 
+@pytest.mark.contract
+def test_a_folder_of_one_file_a_side_is_not_trained_on_as_a_whole(tmp_path, tiny_llama, capsys):
+    """`make init DATA=gsm8k` took the test rows for training rows, and no figure on them meant anything."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name, count in (("train_60.jsonl", 60), ("test.jsonl", 9), ("valid-1.jsonl", 8)):
+        write_rows(folder / name, [{"question": f"{name} {n}", "answer": "b"} for n in range(count)])
+    words = ["init", str(folder), str(tmp_path / "run.yaml"), f"model.name={tiny_llama}", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    data = load_config(tmp_path / "run.yaml").data
+    paths = [str(folder / name) for name in ("train_60.jsonl", "valid-1.jsonl", "test.jsonl")]
+    assert [data.train_path, data.val_path, data.test_path] == paths
+    assert found["rows"] == 60
+    assert found["values"]["data.test_path"] == {"value": paths[2], "why": f"by its name in {folder}"}
+    (tmp_path / "run.yaml").unlink()
+    write_rows(folder / "more.jsonl", [{"question": "a", "answer": "b"}])
+    assert main(words) == 4
+    assert "holds test.jsonl, which is not for training by its name" in capsys.readouterr().err
+    (folder / "test.jsonl").rename(folder / "tests.jsonl")
+    (folder / "valid-1.jsonl").rename(folder / "valley.jsonl")
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 60 + 9 + 8 + 1
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("words", [["--data=rows=1.jsonl", "--out=run.yaml"], ["rows=1.jsonl"]])
+def test_a_key_without_a_dot_is_a_key_and_a_file_with_a_sign_is_a_file(
+    words, tmp_path, tiny_llama, monkeypatch, capsys
+):
+    """`make init DATA=a.jsonl OUT=b.yaml ARGS=output_dir=c` took `output_dir=c` for the data, and then forgot it."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows=1.jsonl", [{"question": "a", "answer": "b"}] * 5)
+    assert main(["init", *words, f"model.name={tiny_llama}", "output_dir=there", "seed=7"]) == 0
+    cfg = load_config("run.yaml")
+    assert (cfg.data.train_path, cfg.output_dir, cfg.seed) == ("rows=1.jsonl", "there", 7)
+
+
 def test_the_model_is_the_largest_that_the_plan_fits_into_the_machine():
     lengths = RowLengths(longest=512, mean=200.0, count=2000)
     cfg = BASE.with_values({"model.max_seq_len": 512}, "test")

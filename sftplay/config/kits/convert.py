@@ -16,7 +16,7 @@ import yaml
 
 from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.keys import general_key
-from sftplay.config.kits.conversions import CONVERSIONS
+from sftplay.config.kits.switches import CONVERSIONS
 from sftplay.config.kits.table import Answer, Foreign, Kit, Leaf, Rule, Verdict, as_number, is_off, read_kits, write
 from sftplay.config.load import examine_config
 from sftplay.config.resolved import flow
@@ -204,6 +204,7 @@ def list_leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _silent(foreign: Foreign, leaves: list[Leaf]) -> Iterator[Leaf]:
     """The defaults of the kit that the file says nothing of."""
     given = {general_key(leaf.key) for leaf in leaves if leaf.value is not None}
+    given |= {foreign.kit.aliases[name] for name in given & set(foreign.kit.aliases)}
     for key, value in foreign.kit.defaults.items():
         lead = foreign.kit.lead(key)
         if not any(f"{name}.".startswith(f"{key}.") for name in given) and (not lead or foreign.is_on(lead)):

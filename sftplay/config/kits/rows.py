@@ -337,8 +337,65 @@ def read_names(key: str, foreign: Foreign) -> list[DataSet]:
     return sets
 
 
+def read_trl(key: str, foreign: Foreign) -> list[DataSet]:
+    """Data sets as TRL's scripts name them: one `dataset_name`, or a mixture as a list, or as name: share."""
+    for place in ("datasets", "dataset_mixture.datasets"):
+        if isinstance(entries := foreign.get(place), list) and entries:
+            return [_trl_set(entry, f"{place}.{number}") for number, entry in enumerate(entries) if isinstance(entry, dict)]
+    if isinstance(shares := foreign.get("dataset_mixer"), dict) and shares:
+        split = Answer("no_effect", None, "only the split train is read")
+        return [
+            DataSet(name, answers={f"dataset_mixer.{name}": _whole(share), "dataset_splits": split})
+            for name, share in shares.items()
+        ]
+    answers = {"dataset_name": Answer("translated", "data.train_path")}
+    for name, usual in (("dataset_config", "default"), ("dataset_train_split", "train"), ("dataset_split", "train")):
+        answers[name] = _part(foreign.get(name), usual)
+    return [DataSet(str(foreign.get("dataset_name") or ""), answers=answers)]
+
+
+def _trl_set(entry: Mapping[str, Any], prefix: str) -> DataSet:
+    """One entry of a mixture, with `path` or `id`, and perhaps `name`, `split`, `columns`, `data_files` and a share."""
+    files, columns = entry.get("data_files"), entry.get("columns") or []
+    files, name = [files] if isinstance(files, str) else files, str(entry.get("path") or entry.get("id") or "")
+    is_file = isinstance(files, list) and len(files) == 1
+    one, answers = DataSet(str(files[0]) if is_file and files else name), {}
+    for inner, value in entry.items():
+        at = f"{prefix}.{inner}"
+        if inner in ("path", "id"):
+            answers[at] = Answer("translated", "data.train_path", "its file is read" if is_file else "")
+        elif inner == "data_files" and is_file:
+            answers[at] = Answer("translated", "data.train_path")
+        elif inner in ("fraction", "weight"):
+            answers[at] = _whole(value)
+        elif inner == "columns" and {"chosen", "rejected"} & set(columns):
+            why = "learning from preferences (dpo, kto, orpo) comes in a later release"
+            answers[at] = Answer("not_offered", "task_mode", why, {"task_mode": "dpo"}, True)
+        elif inner == "columns":
+            answers[at] = Answer("no_effect", None, "the columns of a row are found by their names")
+        else:
+            answers[at] = _part(value, "train" if inner == "split" else "default")
+    one.answers = answers
+    return one
+
+
+def _whole(share: Any) -> Answer:
+    """The answer for a share of the rows of a set."""
+    if share in (None, 1, 1.0):
+        return Answer("translated", "data.train_path", "all rows are read")
+    return Answer("not_offered", None, f"a share ({share}) of the rows cannot be chosen: all are read")
+
+
+def _part(name: Any, usual: str) -> Answer:
+    """The answer for a part of a data set."""
+    if name in (None, usual):
+        return Answer("no_effect", None, "this part is read")
+    return Answer("not_offered", None, f"only the {usual} part of a hub's data set is read: write {name} into a file")
+
+
 READERS: dict[str, Callable[[str, Foreign], list[DataSet]]] = {
     "axolotl": read_axolotl,
     "llamafactory": read_llamafactory,
     "names": read_names,
+    "trl": read_trl,
 }

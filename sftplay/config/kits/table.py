@@ -22,6 +22,7 @@
 - `idle`: key -> a value, or values, that say nothing, besides null, false, and whatever is empty.
 - `no_effect`, `not_offered`: why -> keys. `auto`: "key here: why" -> keys. A key of `not_offered` with a value that is
   off counts as `no_effect`.
+- `aliases`: older name of a key -> its name in the table.
 - `rows`: what the conversions of data sets need (see `rows`).
 """
 
@@ -58,12 +59,13 @@ class Kit:
     no_effect: dict[str, str] = field(default_factory=dict)
     auto: dict[str, str] = field(default_factory=dict)
     not_offered: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)
 
     def find(self, key: str) -> tuple[str, Any] | None:
         """Return what the table says of a key: the name of the part, and the rule or the reason there; None for a key
         that it does not know."""
-        known = self.answers
+        known, key = self.answers, self.aliases.get(key, key)
         names = [key, *(f"{key.rsplit('.', cut)[0]}.*" for cut in range(1, key.count(".") + 1)), f"{key}.*"]
         return next(
             (known[name] for name in names if name in known), ("no_effect", "empty") if key in self.blocks else None
@@ -71,6 +73,7 @@ class Kit:
 
     def lead(self, key: str) -> str:
         """Return the leading key of a part; empty for any other key."""
+        key = self.aliases.get(key, key)
         return next((lead for lead, names in self.parts.items() if key in names.split()), "")
 
     @cached_property
@@ -125,10 +128,13 @@ class Foreign(NamedTuple):
 
     def get(self, key: str) -> Any:
         """Return a value of the file, or what the kit takes where the file has none."""
-        found: Any = self.tree
-        for name in key.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        return self.kit.defaults.get(key) if found is None else found
+        for known in (key, *(old for old, name in self.kit.aliases.items() if name == key)):
+            found: Any = self.tree
+            for name in known.split("."):
+                found = found.get(name) if isinstance(found, dict) else None
+            if found is not None:
+                return found
+        return self.kit.defaults.get(key)
 
     def number(self, key: str) -> Any:
         """Return the same as a number, where a text can be read as one."""

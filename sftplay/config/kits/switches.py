@@ -1,0 +1,240 @@
+"""Conversions of values that depend on what else the file says: on a key that is on, on the kind of training, on a product
+of keys."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sftplay.config.kits import conversions
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, write
+from sftplay.config.resolved import flow
+
+
+def follow_value(leaf: Leaf, rule: Rule) -> Answer:
+    """Return the answer of a rule that has `values`, or none: the value as it is."""
+    choices = {flow(there): here for there, here in rule.get("values", {}).items()}
+    shown, why = flow(leaf.value), rule.get("why", "")
+    if shown in choices:
+        here = choices[shown]
+        return Answer("no_effect", None, why or "says nothing here") if here is None else write(rule["to"], here, why)
+    if "otherwise" in rule:
+        nearest = rule.get("nearest")
+        values = {rule["to"]: nearest} if nearest is not None else {}
+        return Answer("not_offered", rule["to"] if values else None, rule["otherwise"], values)
+    return write(rule["to"], as_number(leaf.value), why)
+
+
+def convert_either(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """The rule of the first lead in `with` that is on, "" being always. `silent`: the value where the file is silent,
+    instead of that in `defaults`; null writes nothing. `says`: a word on that value, by which the run is another one."""
+    lead, found = next(((lead, inner) for lead, inner in rule["with"].items() if not lead or foreign.is_on(lead)), ("", None))
+    inner = found if isinstance(found, dict) else {"to": found}
+    if leaf.is_default and "silent" in inner:
+        leaf = leaf._replace(value=inner["silent"])
+    if found is None or leaf.value is None:
+        return Answer("no_effect", None, "says nothing of this kind of training")
+    answer = follow(leaf, inner, foreign)
+    if not leaf.is_default or "silent" not in inner:
+        return answer
+    said = inner.get("says") or f"{f'with {lead} ' if lead else ''}it is {flow(leaf.value)}"
+    return replace(answer, why=said, differs="says" in inner)
+
+
+def follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Return the answer of a rule within a rule."""
+    return CONVERSIONS[rule["by"]](leaf, rule, foreign) if "by" in rule else follow_value(leaf, rule)
+
+
+def convert_number_format(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """The number format of bf16 and fp16, of which one given true decides, and of the weights. `with`: the key of these,
+    `dtype`; `silent`: what the kit takes where neither is given, by the format of the weights, "" where that is silent."""
+    to, names = "train.precision", rule["with"]
+    bf16, fp16, dtype = (foreign.get(key) for key in ("bf16", "fp16", names["dtype"]))
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+    if bf16 is True or fp16 is True:
+        return write(to, "bf16" if bf16 is True else "fp16")
+    if bf16 is False and (fp16 is False or "silent" not in names):
+        return write(to, short.get(str(dtype), "fp32"))
+    return write(to, names.get("silent", {}).get(short.get(str(dtype), ""), "auto"))
+
+
+def convert_sampling(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A key of sampling and rewards: the file is of task_mode grpo. `is`: what the key is else, a rule or a key here.
+    `only`: keys, one of which such a file has; any other file with this key is of the kind `mode`, which is refused."""
+    if "only" in rule and not any(foreign.is_on(lead) for lead in rule["only"].split()):
+        return Answer("not_offered", "task_mode", rule["otherwise"], {"task_mode": rule["mode"]}, refuses=True)
+    inner = rule["is"] if isinstance(rule["is"], dict) else {"to": rule["is"]}
+    found = follow(leaf, inner, foreign)
+    return found if found.refuses else replace(found, values={**found.values, "task_mode": "grpo"})
+
+
+def convert_vllm(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """What samples completions, or a setting of vLLM. `with`: the lead `uses` that is on where vLLM samples, and `server`,
+    on where it is a server. Without vLLM on this machine the model itself samples."""
+    names, to = rule["with"], rule["to"]
+    kind = "vllm_server" if names.get("server") and foreign.is_on(names["server"]) else "vllm_colocate"
+    if not foreign.is_on(names["uses"]):
+        return Answer("no_effect", None, "the model itself samples")
+    if find_spec("vllm") is None:
+        said = f"vLLM is not installed here, so the model itself samples: install it, and write grpo.generation: {kind}"
+        return Answer("not_offered" if to == "grpo.generation" else "no_effect", None, said)
+    if to == "grpo.generation":
+        return write(to, kind)
+    belongs = {"grpo.vllm.url": "vllm_server", "grpo.vllm.timeout": "vllm_server", "grpo.vllm.tensor_parallel": kind}
+    if belongs.get(to, "vllm_colocate") != kind:
+        return Answer("no_effect", None, f"grpo.generation is {kind}")
+    return follow_value(leaf, rule)
+
+
+def convert_known_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Names of reward functions. `with`: `weights`, the key of their weights; `known`: name -> `use` and `options` here,
+    and `keys`, options that are the value of the first of some keys of the file."""
+    names, to = leaf.value if isinstance(leaf.value, list) else [leaf.value], "rewards"
+    weights = foreign.get(rule["with"]["weights"])
+    weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
+    known, entries, unknown = rule["with"]["known"], [], []
+    for name, weight in zip(map(str, names), weights, strict=True):
+        dotted = re.fullmatch(r"([\w.]+)[.:]([A-Za-z_]\w*)", name)
+        if entry := known.get(name):
+            options = {**entry.get("options", {}), **{
+                option: next((foreign.number(key) for key in keys.split() if foreign.number(key)), 512)
+                for option, keys in entry.get("keys", {}).items()
+            }}  # fmt: skip
+            made = {"name": name, "use": entry["use"], **({"options": options} if options else {})}
+        elif dotted:
+            made = {"name": dotted[2], "use": f"{dotted[1]}:{dotted[2]}"}
+        else:
+            unknown.append(name)
+            continue
+        entries.append(made | ({} if weight in (None, 1, 1.0) else {"weight": float(weight)}))
+    values: dict[str, Any] = {"task_mode": "grpo"} | ({to: entries} if entries else {})
+    said = "; ".join(known[name]["why"] for name in map(str, names) if "why" in known.get(name, {}))
+    if unknown:
+        why = f"{', '.join(unknown)}: code of that kit; write a function and name it in rewards, as path.py:function"
+        return Answer("not_offered", to if entries else None, why, values)
+    why = said or "a function of yours gets completions as texts"
+    return Answer("translated", to, why, values, differs=bool(said))
+
+
+def convert_completion(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Most tokens of a completion, which share model.max_seq_len with the prompt. `with`: the key of most tokens of a
+    prompt, or a number."""
+    to, longest = rule["to"], as_number(leaf.value)
+    prompt = next((foreign.number(key) for key in rule["with"].split() if foreign.number(key)), 512)
+    if not isinstance(longest, int) or not isinstance(prompt, int):
+        return Answer("not_offered", None, "is no number of tokens")
+    why = f"model.max_seq_len is this and {prompt} tokens of prompt"
+    return Answer("translated", to, why, {to: longest, "model.max_seq_len": longest + prompt})
+
+
+def convert_rollout(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Optimizer steps that learn from one rollout batch, from micro-batches of it or, with `completions: true`, from its
+    completions. `with`: the keys `rows` and `accum`."""
+    names, to, value = rule["with"], "grpo.steps_per_generation", as_number(leaf.value)
+    rows, accum = foreign.number(names["rows"]) or 1, foreign.number(names["accum"]) or 1
+    unit = rows * accum * foreign.nproc if names.get("completions") else accum
+    if not isinstance(value, int) or value % unit:
+        return Answer("not_offered", None, f"is no multiple of a step, which is {unit} here: 1 step learns from each batch")
+    return write(to, value // unit)
+
+
+def convert_ratio(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A value as a share of another one. `with`: the key of that, or its value where the file is silent."""
+    value, whole = as_number(leaf.value), foreign.number(rule["with"])
+    if not isinstance(value, int | float) or not isinstance(whole, int | float) or not 0 <= value < whole:
+        return Answer("not_offered", None, f"is no share of {rule['with']}: write {rule['to']}")
+    return write(rule["to"], float(f"{value / whole:.6g}"), f"of {rule['with']} {whole:g}")
+
+
+def convert_product(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A number times others, divided by others. `with`: the keys `times` and `by`."""
+    factors = [as_number(leaf.value), *(foreign.number(key) or 1 for key in rule["with"].get("times", "").split())]
+    divisors = [foreign.number(key) or 1 for key in rule["with"].get("by", "").split()]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in [*factors, *divisors]):
+        return Answer("not_offered", None, "no number can be made of it")
+    if math.prod(factors) < 1:
+        return Answer("no_effect", None, "says nothing here")
+    size, rest = divmod(math.prod(factors), math.prod(divisors))
+    said = " x ".join(["the value", *rule["with"].get("times", "").split()])
+    said += "".join(f" / {key}" for key in rule["with"].get("by", "").split())
+    return write(rule["to"], size, said) if not rest and size else Answer("not_offered", None, f"{said} is no whole number")
+
+
+def convert_filled(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Rows of a micro-batch, which are accumulated until a step has at least so many. `with`: the key `rows`, and
+    `least`."""
+    rows, gpus = foreign.number(rule["with"]["rows"]) or 1, foreign.nproc
+    if not isinstance(rows, int) or rows < 1:
+        return Answer("not_offered", None, "is no number of rows")
+    accum = max(1, math.ceil(rule["with"]["least"] / rows / gpus))
+    why = f"{rows} rows x {accum} micro-batches x {gpus} GPU{'s' if gpus > 1 else ''} (NPROC=)"
+    return write("train.effective_batch_size", rows * accum * gpus, why)
+
+
+def convert_only(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A list with one entry."""
+    found = leaf.value if isinstance(leaf.value, list) else [leaf.value]
+    if len(found) > 1:
+        return Answer("not_offered", rule["to"], f"takes one: {found[0]}", {rule["to"]: str(found[0])})
+    return write(rule["to"], str(found[0])) if found else Answer("no_effect", None, "empty")
+
+
+def convert_text(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A text, or the name of a .txt file with it; ${key} in it is a value of the file."""
+    text = str(leaf.value)
+    if text.endswith(".txt"):
+        files = [place for place in (foreign.folder / text, Path(text)) if place.is_file()]
+        if not files:
+            return Answer("not_offered", rule["to"], f"the text is in {text}, which is not here: write it there")
+        return write(rule["to"], files[0].read_text(encoding="utf-8", errors="replace"), f"the text of {text}")
+    text = re.sub(r"\$\{([\w.]+)\}", lambda found: str(foreign.get(found[1]) or found[0]), text)
+    return write(rule["to"], text.replace("\\n", "\n"))
+
+
+def convert_without(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A list without the entries `drop`, by the rule `is`."""
+    entries = leaf.value if isinstance(leaf.value, list) else [leaf.value]
+    kept = [entry for entry in entries if entry not in rule["drop"]]
+    return follow(leaf._replace(value=kept), rule["is"], foreign) if kept else Answer("no_effect", None, rule["why"])
+
+
+def convert_entries(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A list whose entries have a key each: `to`, with spaces between them."""
+    keys = rule["to"].split()
+    if not isinstance(leaf.value, list) or len(leaf.value) != len(keys):
+        return Answer("not_offered", None, f"is no list of {len(keys)}")
+    return Answer("translated", keys[0], "", dict(zip(keys, map(as_number, leaf.value), strict=True)))
+
+
+def convert_rank(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """The rank of an adapter, 0 where every weight trains."""
+    rank = as_number(leaf.value)
+    if rank in (0, None):
+        return write("tuning.mode", "full", "every weight trains")
+    return Answer("translated", "tuning.lora.r", "", {"tuning.mode": "lora", "tuning.lora.r": rank})
+
+
+CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
+    **conversions.CONVERSIONS,
+    "either": convert_either,
+    "number_format": convert_number_format,
+    "sampling": convert_sampling,
+    "vllm": convert_vllm,
+    "known_rewards": convert_known_rewards,
+    "completion": convert_completion,
+    "rollout": convert_rollout,
+    "ratio": convert_ratio,
+    "product": convert_product,
+    "rank": convert_rank,
+    "filled": convert_filled,
+    "only": convert_only,
+    "entries": convert_entries,
+    "without": convert_without,
+    "text": convert_text,
+}
