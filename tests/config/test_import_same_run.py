@@ -68,7 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], Plain]] = {
         {
             "model_name_or_path": "MODEL", "stage": "sft", "do_train": True, "finetuning_type": "lora",
             "lora_target": "all", "dataset_dir": "ROWS", "dataset": "rows", "template": "llama3", "cutoff_len": 128,
-            "per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS, "learning_rate": "1.0e-2",
+            "per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS, "learning_rate": 0.01,
             "num_train_epochs": float(STEPS), "output_dir": "OUT",
         },
         Plain(rate=0.01, schedule=lambda share: 1 - share, weight_decay=0.0, lora=(8, 16, LINEAR)),
