@@ -334,9 +334,6 @@ WITHOUT_CONFIG = (
 )  # fmt: skip
 """Verbs that run without --config."""
 
-NO_OVERRIDES = ("compare", "comm-check", "status", "logs", "cancel", "import-config")
-"""Verbs that take no config values where no config is named."""
-
 FLAGS_OF_VARIABLES = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--shell"}}
 """Verb -> what it takes without a flag, in order."""
 
@@ -472,7 +469,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if launcher_args and not _launches(verb):
         problem = f"{verb} starts no launcher that could take {shlex.join(launcher_args)}"
         raise ConfigError(problem, where="--", fix="leave out what follows `--`")
-    if args.overrides and not args.config and verb in NO_OVERRIDES:
+    if args.overrides and not args.config and verb in ("compare", "comm-check", "status", "logs", "cancel"):
         problem = f"{verb} has no config to set {args.overrides[0]!r} in"
         raise ConfigError(problem, where="command line", fix="leave it out, or name the config with CONFIG=")
     if not args.config and args.verb not in WITHOUT_CONFIG:

@@ -26,6 +26,10 @@ from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names
 _MEANT = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
+MOST_FOREIGN_KEYS = 5
+"""A file with more keys of other kits is taken for a config of one."""
+
+
 class _Explanation(NamedTuple):
     """The names are those that a key or its value may have meant."""
 
@@ -46,6 +50,11 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Loca
         _problem(key, merged.find_location_within(key) or nowhere, explanation=_unknown(key))
         for key in islice(unknown, MOST_PROBLEMS)
     ]
+    foreign = sum("is another kit's name" in problem.error.what for problem in problems)
+    if foreign > MOST_FOREIGN_KEYS:
+        fix = f"make import-config IN={file} OUT=run.yaml turns all of it into a config of this kit"
+        what = "seems to be a config of another kit"
+        problems.insert(0, LocatedProblem(nowhere, ConfigError(what, where=file, fix=fix)))
     guessed = {name for problem in problems for name in problem.error.nearest}
     for path, kind in refused.items():
         if kind == "missing":

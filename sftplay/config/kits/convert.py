@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sftplay.config.load import examine_config
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError, nearest_names, without_secrets
 
+MOST_LEAVES = 10_000
 SECRET = re.compile(r"(api_key|hub_token|auth_token|secret|password)$")
 
 
@@ -101,7 +103,7 @@ def _write(answered: Sequence[tuple[Leaf, Answer]], kit: Kit, *, path: Path, npr
     head = [
         f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {path.name}.",
         "# Every other key and its default: `sftplay manual`. Next: validate, inspect, plan, train.",
-        f"# Rows of a step are those of {nproc} GPU{'s' if nproc > 1 else ''}: there GPUs multiply them, here NPROC= did.",
+        f"# Rows of a step: of {nproc} GPU{'s' if nproc > 1 else ''}; there GPUs multiply them, here NPROC= does.",
         *(["#", "# NOT OFFERED, so `validate` refuses this config and nothing trains:"] if refusals else []),
         *(f"# - {print_on_one_line(text)}" for text in refusals),
         *(["#", "# Not the same as there:"] if notes else []),
@@ -123,9 +125,25 @@ def read_tree(path: Path) -> dict[str, Any]:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         what = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"is not YAML: {what}", where=where, fix="correct the file there") from None
+    try:  # aliases can make a small file endless
+        is_endless = len(list(islice(list_leaves(tree), MOST_LEAVES + 1))) > MOST_LEAVES
+        tree = None if is_endless else _plain(tree)
+    except RecursionError:
+        is_endless = True
+    if is_endless:
+        raise ConfigError("its aliases lead round in a circle, or to no end", where=str(path), fix="write them out")
     if not isinstance(tree, dict) or not tree:
         raise ConfigError("holds no keys with values", where=str(path), fix="name a YAML config with IN=FILE")
     return tree
+
+
+def _plain(value: Any) -> Any:
+    """The value with texts for keys, and for what JSON does not know, such as dates."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def find_kit(tree: Mapping[str, Any], kind: str, *, where: str) -> Kit:
@@ -178,9 +196,9 @@ def _silent(foreign: Foreign, leaves: list[Leaf]) -> Iterator[Leaf]:
 def _hidden(leaf: Leaf) -> Any:
     if isinstance(leaf.value, str) and leaf.value and SECRET.search(leaf.key):
         return "(hidden)"
-    if isinstance(leaf.value, str):
-        return without_secrets(leaf.value)
-    return json.loads(json.dumps(leaf.value, default=str))  # dates and the like, which YAML 1.1 knows
+    if isinstance(leaf.value, float) and not math.isfinite(leaf.value):
+        return str(leaf.value)  # JSON has no such number
+    return without_secrets(leaf.value) if isinstance(leaf.value, str) else leaf.value
 
 
 def _shown(leaf: Leaf) -> str:
@@ -204,7 +222,9 @@ def find_answer(leaf: Leaf, foreign: Foreign) -> Answer:
         return Answer("no_effect", None, "empty" if default is None else f"empty: {kit.title} takes {flow(default)}")
     part, rule = found
     if part == "rules":
-        return _follow(leaf, rule if isinstance(rule, Mapping) else {"to": rule}, foreign)
+        answer = _follow(leaf, rule if isinstance(rule, Mapping) else {"to": rule}, foreign)
+        has_value = answer.verdict != "not_offered" or answer.values
+        return answer if has_value else replace(answer, became=None)
     if part == "not_offered" and is_off(kit, key, leaf.value):
         return Answer("no_effect", None, "it is off, as it is here")
     became, _, why = rule.partition(": ") if part == "auto" else (None, "", rule)

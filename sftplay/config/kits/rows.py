@@ -113,6 +113,9 @@ def combine(sets: Sequence[DataSet]) -> tuple[dict[str, Any], str, bool]:
     shares = "shares by their rows" if is_counted else "equal shares, as the sizes are not known here: set weight"
     why = f"several sets are mixed as full blocks ({shares}); for rows put them into one file, with task_mode sft"
     why += "" if is_alike else "; their columns differ: give them the same names"
+    why += (
+        "" if len({one.template for one in sets}) == 1 else "; their prompts differ, and data.template is one for all"
+    )
     return values, why, True
 
 
@@ -309,6 +312,8 @@ def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: 
         if info.get(part) not in (None, default):
             notes.append(f"its {part} {info[part]} cannot be chosen here: the default part is read whole")
     verdict: Verdict = "not_offered" if notes else "translated"
+    if local and name not in known:
+        notes.append(f"{local} ships with LLaMA-Factory, in its folder data: write the path to it")
     one.answers = {name: Answer(verdict, "data.train_path", "; ".join(notes))}
     return one
 
