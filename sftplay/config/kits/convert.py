@@ -227,6 +227,9 @@ def _shown(leaf: Leaf) -> str:
 def find_answer(leaf: Leaf, foreign: Foreign) -> Answer:
     """Return what becomes of a leaf."""
     kit, key = foreign.kit, general_key(leaf.key)
+    if key in kit.aliases:
+        key = kit.aliases[key]
+        leaf = leaf._replace(key=key)
     found, lead = kit.find(key), kit.lead(key)
     if found is None:
         near = nearest_names(key, kit.answers)

@@ -341,7 +341,9 @@ def read_trl(key: str, foreign: Foreign) -> list[DataSet]:
     """Data sets as TRL's scripts name them: one `dataset_name`, or a mixture as a list, or as name: share."""
     for place in ("datasets", "dataset_mixture.datasets"):
         if isinstance(entries := foreign.get(place), list) and entries:
-            return [_trl_set(entry, f"{place}.{number}") for number, entry in enumerate(entries) if isinstance(entry, dict)]
+            return [
+                _trl_set(entry, f"{place}.{number}") for number, entry in enumerate(entries) if isinstance(entry, dict)
+            ]
     if isinstance(shares := foreign.get("dataset_mixer"), dict) and shares:
         split = Answer("no_effect", None, "only the split train is read")
         return [
