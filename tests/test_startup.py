@@ -79,3 +79,11 @@ def test_a_run_of_sft_imports_no_more_than_before_in_the_parent_and_in_the_worke
     assert (parent[0] <= 85, parent[1] <= 14_100) == (True, True), parent[:2]
     assert (worker[0] <= 103, worker[1] <= 17_000) == (True, True), worker[:2]
     assert "torch" not in parent[2]
+
+
+def test_a_config_of_another_kit_is_imported_without_a_heavy_library(tmp_path: Path):
+    source = tmp_path / "axolotl.yaml"
+    source.write_text("base_model: builtin:tiny\nmicro_batch_size: 2\ndatasets: [{path: org/rows, type: alpaca}]\n")
+    words = ["import-config", "--in", str(source), "--out", str(tmp_path / "run.yaml")]
+    libraries = imported_by(tmp_path, *words)["parent"][2]
+    assert not {"numpy", "torch", "transformers", "datasets", "pyarrow"} & libraries

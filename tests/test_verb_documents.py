@@ -40,7 +40,7 @@ QUICK = {
     "doctor": [["--fast"]],
     "setup-accelerate": [["--out", "{tmp}/accelerate.yaml"]],
     "init": [["--data", "{rows}", "--out", "{tmp}/new.yaml", "model.name={model}"]],
-    "import-config": [["--in", "{tmp}/axolotl.yaml", "--out", "{tmp}/imported.yaml"]],
+    "import-config": [["--in", "{tmp}/foreign.yaml", "--out", "{tmp}/imported.yaml"]],
     "validate": [CONFIG],
     "plan": [CONFIG, [*CONFIG, "--compare"], [*CONFIG, "--gpus", "2xH200"]],
     "process": [CONFIG],
@@ -103,9 +103,9 @@ def inputs_of_verbs(tmp_path: Path, inputs, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "one.txt").write_text("A river is a stream of water. " * 9)
+    (tmp_path / "foreign.yaml").write_text("base_model: org/model\nrl: dpo\ndatasets: [{path: org/rows}]\n")
     (tmp_path / "jobs.jsonl").write_text(json.dumps({"code": "a = 1", "tests": ["assert a == 1"]}))
     (tmp_path / "completions.jsonl").write_text(json.dumps({"completion": "It is 4.", "answer": "4"}))
-    (tmp_path / "axolotl.yaml").write_text(f"base_model: {inputs.model}\ndatasets: [{{path: a.json, type: alpaca}}]\n")
     problems = [{"question": f"What is 2 + {n}?", "answer": f"2 + {n} = {2 + n}\n#### {2 + n}"} for n in range(12)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     changes = {"task_mode": "grpo", "rewards": [{"name": "right", "use": "math"}], "model__max_seq_len": 1024}

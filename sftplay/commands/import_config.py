@@ -11,7 +11,7 @@ from sftplay import log
 from sftplay.atomic import check_new_file, write_text
 from sftplay.errors import ConfigError
 
-WORDS = {"translated": "", "no_effect": "no effect", "auto": "auto", "not_offered": "NOT OFFERED"}
+SHOWN = {"translated": "", "no_effect": "no effect", "auto": "auto", "not_offered": "NOT OFFERED"}
 
 
 def import_config(args: Namespace) -> int:
@@ -35,7 +35,7 @@ def import_config(args: Namespace) -> int:
         return 0
     for line in _table(made.fields):
         log.show(line)
-    counts = [f"{sum(one['verdict'] == name for one in made.fields)} {name.replace('_', ' ')}" for name in WORDS]
+    counts = [f"{sum(one['verdict'] == name for one in made.fields)} {name.replace('_', ' ')}" for name in SHOWN]
     log.say(f"{made.kit.title}: {len(made.fields)} fields, {', '.join(counts)}", "import")
     for problem in made.problems:
         log.say(f"does not validate: {problem}", "import")
@@ -47,7 +47,7 @@ def _table(fields: list[dict[str, Any]]) -> list[str]:
     width = min(48, max(len(one["key"]) for one in fields))
     lines = []
     for one in fields:
-        became, word = one["became"] or "", WORDS[one["verdict"]]
+        became, word = one["became"] or "", SHOWN[one["verdict"]]
         said = ": ".join(filter(None, (" ".join(filter(None, (word, became))), one["why"])))
         value = json.dumps(one["value"], ensure_ascii=False)
         shown = value if len(value) <= 32 else f"{value[:29]}..."

@@ -46,6 +46,10 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Loca
         _problem(key, merged.find_location_within(key) or nowhere, explanation=_unknown(key))
         for key in islice(unknown, MOST_PROBLEMS)
     ]
+    if sum("is another kit's name" in problem.error.what for problem in problems) > 5:
+        fix = f"make import-config IN={file} OUT=run.yaml turns all of it into a config of this kit"
+        what = "seems to be a config of another kit"
+        problems.insert(0, LocatedProblem(nowhere, ConfigError(what, where=file, fix=fix)))
     guessed = {name for problem in problems for name in problem.error.nearest}
     for path, kind in refused.items():
         if kind == "missing":

@@ -41,6 +41,7 @@ class Family:
     position_rows: int | None = None  # None without learned positions, else the rows beyond `max_positions`
     mlp_is_four_hidden: bool = False  # True when a missing width of the MLP means four times `hidden`
     mlp_divisor: int = 1  # what the config's width is divided by: a legacy Qwen writes gate and up together
+    expert_biases: bool = False  # biases of experts and router, and a learned sink for each head: GPT-OSS
     pattern: int = 1  # layers after which kinds of attention repeat, when config.json does not say
 
 
@@ -176,6 +177,10 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "internlm2": Family(attention=("wqkv", "wo"), mlp=("w1", "w3", "w2"), qkv_bias="bias", out_bias="bias"),
     "mixtral": Family(keys={"experts": "num_local_experts"}),
+    "gpt_oss": Family(
+        keys={"experts": "num_local_experts"}, defaults={"head_dim": 64, "sliding_window": 128, "attention_bias": True},
+        pattern=2, expert_biases=True, **_ATTENTION_BIAS,
+    ),
     "olmoe": Family(qk_norm=True, qk_norm_of="width", **_ATTENTION_BIAS),
     "qwen2_moe": Family(
         keys={"expert_mlp": "moe_intermediate_size"}, defaults={"use_sliding_window": False, "qkv_bias": True},
@@ -188,7 +193,7 @@ FAMILIES: Mapping[str, Family] = {
 }  # fmt: skip
 """`model_type` of the text model -> its family. A type that is not here is read as a Llama, and that is said."""
 
-MIXTURES = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+MIXTURES = frozenset({"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 """Families whose MLP is a mixture of experts in every layer."""
 
 NESTED = ("text_config", "llm_config", "language_config")  # where multimodal configs keep the text model
@@ -381,6 +386,8 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     if has_qk_norm:
         other += family.qk_norm_vectors * (2 * head_dim if family.qk_norm_of == "head" else query + keys)
     other += experts * (3 if family.gated else 2) * hidden * mlp + experts * hidden  # and the router
+    if family.expert_biases:
+        other += experts * (2 * mlp + hidden + 1) + heads
     vision = count_vision(text, hidden)
     window_key = text.key("sliding_window")
     has_window = not text.is_off(window_key) and text.raw("use_sliding_window") is not False

@@ -52,7 +52,7 @@ def cosine(share: float) -> float:
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 CASES: dict[str, tuple[dict[str, Any], Plain]] = {
-    # axolotl 0.19.0, core/builders/base.py and utils/config: cosine, AdamW without decay of norms, full without `adapter`.
+    # axolotl 0.19.0, core/builders/base.py: cosine, AdamW without decay of norms, full without `adapter`.
     "axolotl": (
         {
             "base_model": "MODEL", "datasets": [{"path": "ROWS/rows.jsonl", "type": "chat_template"}],
@@ -62,13 +62,13 @@ CASES: dict[str, tuple[dict[str, Any], Plain]] = {
         },
         Plain(rate=0.001, schedule=cosine, weight_decay=0.1),
     ),
-    # LLaMA-Factory 0.9.5, hparams/finetuning_args.py: r 8, alpha 2 r, every linear layer; transformers' linear schedule,
-    # no decay, in fp32 unless told otherwise.
+    # LLaMA-Factory 0.9.5, hparams/finetuning_args.py: r 8, alpha 2 r, every linear layer; transformers' linear
+    # schedule, no decay, in fp32 unless told otherwise.
     "llamafactory": (
         {
             "model_name_or_path": "MODEL", "stage": "sft", "do_train": True, "finetuning_type": "lora",
             "lora_target": "all", "dataset_dir": "ROWS", "dataset": "rows", "template": "llama3", "cutoff_len": 128,
-            "per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS, "learning_rate": "1.0e-2",
+            "per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS, "learning_rate": 0.01,
             "num_train_epochs": float(STEPS), "output_dir": "OUT",
         },
         Plain(rate=0.01, schedule=lambda share: 1 - share, weight_decay=0.0, lora=(8, 16, LINEAR)),
@@ -78,9 +78,9 @@ CASES: dict[str, tuple[dict[str, Any], Plain]] = {
     "swift": (
         {
             "model": "MODEL", "model_type": "llama", "template": "llama3", "torch_dtype": "float32", "fp16": False,
-            "bf16": False, "dataset": "ROWS/rows.jsonl", "lora_dropout": 0.0, "max_length": 128, "num_train_epochs": STEPS,
-            "per_device_train_batch_size": 2, "gradient_accumulation_steps": ROWS // 2, "learning_rate": "1e-2",
-            "output_dir": "OUT",
+            "bf16": False, "dataset": "ROWS/rows.jsonl", "lora_dropout": 0.0, "max_length": 128,
+            "num_train_epochs": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": ROWS // 2,
+            "learning_rate": "1e-2", "output_dir": "OUT",
         },
         Plain(rate=0.01, schedule=cosine, weight_decay=0.1, betas=(0.9, 0.95), lora=(8, 32, LINEAR)),
     ),
@@ -88,12 +88,13 @@ CASES: dict[str, tuple[dict[str, Any], Plain]] = {
     "trl": (
         {
             "model_name_or_path": "MODEL", "dataset_name": "ROWS/rows.jsonl", "use_peft": True, "lora_dropout": 0.0,
-            "assistant_only_loss": True, "num_train_epochs": STEPS, "learning_rate": 0.01, "bf16": False, "output_dir": "OUT",
+            "assistant_only_loss": True, "num_train_epochs": STEPS, "learning_rate": 0.01, "bf16": False,
+            "output_dir": "OUT",
         },
         Plain(rate=0.01, schedule=lambda share: 1 - share, weight_decay=0.0, lora=(16, 32, ["q_proj", "v_proj"])),
     ),
-    # verl 0.9.1, trainer/config/optim/fsdp.yaml and model/hf_model.yaml: a constant rate of 1e-3, decay 0.01, seed 1, alpha
-    # 16, every linear layer; the mean over the tokens of a batch (workers/utils/losses.py).
+    # verl 0.9.1, trainer/config/optim/fsdp.yaml and model/hf_model.yaml: a constant rate of 1e-3, decay 0.01, seed 1,
+    # alpha 16, every linear layer; the mean over the tokens of a batch (workers/utils/losses.py).
     "verl": (
         {
             "data": {"train_files": "ROWS/rows.parquet", "train_batch_size": ROWS, "max_length": 128},
@@ -118,9 +119,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<pad>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=letters, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=letters, show_progress=False)
     tokenizer.train_from_iterator((" ".join(rng.choices(WORDS, k=12)) for _ in range(300)), trainer)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -213,7 +212,9 @@ def test_an_imported_config_trains_as_its_kit_does(
     plain = train_plain(material, CASES[kit][1])
     with capsys.disabled():
         for (loss, rate), line in zip(plain, lines, strict=True):
-            print(f"\n{kit:<14} step {line['step']}  here {line['loss']:.6f}  plain {loss:.6f}  rate {rate:.6f}", end="")
+            print(
+                f"\n{kit:<14} step {line['step']}  here {line['loss']:.6f}  plain {loss:.6f}  rate {rate:.6f}", end=""
+            )
     assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in plain], rel=1e-5)
     assert [line["learning_rate"] for line in lines] == pytest.approx([rate for _, rate in plain], rel=1e-6)
 

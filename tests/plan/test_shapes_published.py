@@ -45,6 +45,7 @@ PUBLISHED = [
     ("bigscience/bloom-560m", 559_214_592, CARD),
     ("Qwen/Qwen-72B", 72_287_920_128, CARD),
     ("facebook/opt-1.3b", 1_315_758_080, "num_parameters() of the checkpoint, printed in public notebooks"),
+    ("togethercomputer/RedPajama-INCITE-Base-3B-v1", 2_775_864_320, QUOTED),
     ("openai-community/gpt2", 124_439_808, "num_parameters() of the checkpoint, printed in public notebooks"),
 ]
 
@@ -69,6 +70,22 @@ def test_the_total_is_the_published_one(name, total, source):
 )
 def test_families_with_code_of_their_own_are_counted_as_by_hand(name, total):
     assert find_shape(name).total_params == total
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("openai/gpt-oss-20b", 20.91),
+        ("openai/gpt-oss-120b", 116.83),
+        ("nvidia/Nemotron-Mini-4B-Instruct", 4.19),
+        ("arcee-ai/AFM-4.5B", 4.62),
+        ("zai-org/GLM-4-9B-0414", 9.40),
+        ("ByteDance-Seed/Seed-OSS-36B-Base", 36.15),
+    ],
+)
+def test_the_total_is_the_one_of_the_card(name, billions):
+    # gpt-oss: arXiv 2508.10925, table 1; the others: their cards
+    assert find_shape(name).total_params / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 def test_gemma_3_adds_its_vision_tower():

@@ -19,13 +19,13 @@ from sftplay.config.resolved import flow
 def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Rows of a micro-batch times accumulation times GPUs. `with`: the keys `rows` and `accum`, perhaps `total`."""
     names = rule["with"]
-    rows, accum = foreign.number(names["rows"]) or 1, foreign.number(names["accum"]) or 1
-    total = foreign.number(names["total"]) if "total" in names and names["accum"] not in foreign.tree else None
-    size = (total or rows * accum) * foreign.nproc
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    rows, accum = (foreign.number(names[name]) or 1 for name in ("rows", "accum"))
+    total = None if names["accum"] in foreign.tree else foreign.number(names.get("total", ""))
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in (rows, accum, total or 1)):
         return Answer("not_offered", None, "no number of rows can be made of it")
-    how = f"{total} rows" if total else f"{rows} rows x {accum} (accumulation)"
-    return write("train.effective_batch_size", size, f"{how} x {foreign.nproc} GPUs" if foreign.nproc > 1 else how)
+    size = (total or rows * accum) * foreign.nproc
+    how = f"a step of {total}" if total else f"micro-batch {rows} x accumulation {accum}"
+    return write("train.effective_batch_size", size, f"{how} x GPUs {foreign.nproc}")
 
 
 def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -34,7 +34,7 @@ def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     to, value, names = rule["to"], as_number(leaf.value), rule.get("with", {})
     if to == "train.eval_steps" and not foreign.holds_out:
         return Answer("no_effect", None, "there are no held-out rows to evaluate")
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         return Answer("auto", to, "once an epoch here")
     if names.get("epochs"):
         why = "once an epoch" if value == 1 else "once an epoch here; for more write it, as steps"
@@ -54,7 +54,7 @@ def convert_warmup(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     first = names.get("first", "")
     if first and foreign.number(first):
         return Answer("no_effect", None, f"{first} goes before it")
-    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         return Answer("not_offered", None, "is no number of steps")
     if value < 1:
         return write(to, float(value), "a share of the steps")

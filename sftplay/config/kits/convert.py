@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import yaml
 from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.keys import general_key
 from sftplay.config.kits.switches import CONVERSIONS
-from sftplay.config.kits.table import Answer, Foreign, Kit, Leaf, Rule, as_number, is_off, read_kits, write
+from sftplay.config.kits.table import Answer, Foreign, Kit, Leaf, Rule, Verdict, as_number, is_off, read_kits, write
 from sftplay.config.load import examine_config
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError, nearest_names, without_secrets
 
+MOST_LEAVES = 10_000
 SECRET = re.compile(r"(api_key|hub_token|auth_token|secret|password)$")
 
 
@@ -43,9 +45,10 @@ def import_config(path: Path, kind: str = "", *, nproc: int = 1, out: str = "run
     foreign = Foreign(tree, find_kit(tree, kind, where=str(path)), path.parent, nproc)
     leaves = [Leaf(key, value) for key, value in list_leaves(tree)]
     answered = [(leaf, find_answer(leaf, foreign)) for leaf in [*leaves, *_silent(foreign, leaves)]]
-    text, problems = "", list[ConfigError]()
+    text, problems, lines = "", list[ConfigError](), dict[str, tuple[Any, str]]()
     for _ in range(len(answered)):
-        text = _write(answered, foreign.kit, path=path, nproc=nproc)
+        lines = _find_lines(answered, foreign.kit)
+        text = _write(lines, answered, foreign.kit, path=path, nproc=nproc)
         with tempfile.TemporaryDirectory(prefix="sftplay-import-") as folder:
             draft = Path(folder) / "run.yaml"
             draft.write_text(text, encoding="utf-8")
@@ -57,10 +60,10 @@ def import_config(path: Path, kind: str = "", *, nproc: int = 1, out: str = "run
                 problem.where = problem.where.replace(str(draft), out)
             break
         answered = settled
+    given = ((leaf, _as_decided(answer, lines)) for leaf, answer in answered if not leaf.is_default)
     fields = [
         {"key": leaf.key, "value": _hidden(leaf), "became": answer.became, "verdict": answer.verdict, "why": answer.why}
-        for leaf, answer in answered
-        if not leaf.is_default
+        for leaf, answer in given
     ]
     return Imported(kit=foreign.kit, fields=fields, text=text, problems=problems)
 
@@ -79,29 +82,46 @@ def _without_refused(answer: Answer, reasons: Mapping[str, ConfigError]) -> Answ
     return replace(answer, verdict="not_offered", became=became, why=why, values=values)
 
 
-def _write(answered: Sequence[tuple[Leaf, Answer]], kit: Kit, *, path: Path, nproc: int) -> str:
-    """The text of the config. The first leaf that has a value for a key decides, a refused kind of training before
-    all."""
+def _as_decided(answer: Answer, lines: Mapping[str, tuple[Any, str]]) -> Answer:
+    """The answer, or that another key of the file has decided what this one would be."""
+    became = answer.became or ""
+    if answer.verdict != "translated" or became not in answer.values or lines[became][0] == answer.values[became]:
+        return answer
+    return Answer("no_effect", None, f"{became} is {flow(lines[became][0])} by another key")
+
+
+def _find_lines(answered: Sequence[tuple[Leaf, Answer]], kit: Kit) -> dict[str, tuple[Any, str]]:
+    """Key -> value and comment. The first leaf with a value decides, a refused kind of training before all, and what a
+    leaf became before what comes with it."""
     lines: dict[str, tuple[Any, str]] = {}
-    notes, refusals = [], []
     first = sorted(answered, key=lambda pair: not pair[1].refuses)
     for leaf, answer in first:
         name = f"{kit.title}'s default of {leaf.key}" if leaf.is_default else f"{kit.title}: {leaf.key}"
         if answer.became and answer.became in answer.values:
             said = f"; {answer.why}" if answer.why else ""
             lines.setdefault(answer.became, (answer.values[answer.became], f"{name} {_shown(leaf)}{said}"))
+    for leaf, answer in first:
+        for key, value in answer.values.items():
+            lines.setdefault(key, (value, f"by {leaf.key} {_shown(leaf)}"))
+    return lines
+
+
+def _write(
+    lines: Mapping[str, tuple[Any, str]], answered: Sequence[tuple[Leaf, Answer]], kit: Kit, *, path: Path, nproc: int
+) -> str:
+    """The text of the config, with what is not the same at its head."""
+    notes, refusals = [], []
+    for leaf, answer in answered:
         note = f"{'default of ' if leaf.is_default else ''}{leaf.key}: {_shown(leaf)} - {answer.why}"
         if answer.refuses:
             refusals.append(note)
         elif answer.verdict == "not_offered" or answer.differs:
             notes.append(note)
-    for leaf, answer in first:
-        for key, value in answer.values.items():
-            lines.setdefault(key, (value, f"by {leaf.key} {_shown(leaf)}"))
+    gpus = f"{nproc} GPU" + ("s" if nproc > 1 else "")
     head = [
         f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {path.name}.",
         "# Every other key and its default: `sftplay manual`. Next: validate, inspect, plan, train.",
-        f"# Rows of a step are those of {nproc} GPU{'s' if nproc > 1 else ''}: there GPUs multiply them, here NPROC= did.",
+        f"# A step has the rows of {gpus}: other kits multiply them by their GPUs, here NPROC= says how many.",
         *(["#", "# NOT OFFERED, so `validate` refuses this config and nothing trains:"] if refusals else []),
         *(f"# - {print_on_one_line(text)}" for text in refusals),
         *(["#", "# Not the same as there:"] if notes else []),
@@ -123,9 +143,25 @@ def read_tree(path: Path) -> dict[str, Any]:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         what = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"is not YAML: {what}", where=where, fix="correct the file there") from None
+    try:  # aliases can make a small file endless
+        is_endless = len(list(islice(list_leaves(tree), MOST_LEAVES + 1))) > MOST_LEAVES
+        tree = None if is_endless else _plain(tree)
+    except RecursionError:
+        is_endless = True
+    if is_endless:
+        raise ConfigError("its aliases lead round in a circle, or to no end", where=str(path), fix="write them out")
     if not isinstance(tree, dict) or not tree:
         raise ConfigError("holds no keys with values", where=str(path), fix="name a YAML config with IN=FILE")
     return tree
+
+
+def _plain(value: Any) -> Any:
+    """The value with texts for keys, and for what JSON does not know, such as dates."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def find_kit(tree: Mapping[str, Any], kind: str, *, where: str) -> Kit:
@@ -178,9 +214,9 @@ def _silent(foreign: Foreign, leaves: list[Leaf]) -> Iterator[Leaf]:
 def _hidden(leaf: Leaf) -> Any:
     if isinstance(leaf.value, str) and leaf.value and SECRET.search(leaf.key):
         return "(hidden)"
-    if isinstance(leaf.value, str):
-        return without_secrets(leaf.value)
-    return json.loads(json.dumps(leaf.value, default=str))  # dates and the like, which YAML 1.1 knows
+    if isinstance(leaf.value, float) and not math.isfinite(leaf.value):
+        return str(leaf.value)  # JSON has no such number
+    return without_secrets(leaf.value) if isinstance(leaf.value, str) else leaf.value
 
 
 def _shown(leaf: Leaf) -> str:
@@ -191,6 +227,9 @@ def _shown(leaf: Leaf) -> str:
 def find_answer(leaf: Leaf, foreign: Foreign) -> Answer:
     """Return what becomes of a leaf."""
     kit, key = foreign.kit, general_key(leaf.key)
+    if key in kit.aliases:
+        key = kit.aliases[key]
+        leaf = leaf._replace(key=key)
     found, lead = kit.find(key), kit.lead(key)
     if found is None:
         near = nearest_names(key, kit.answers)
@@ -204,7 +243,9 @@ def find_answer(leaf: Leaf, foreign: Foreign) -> Answer:
         return Answer("no_effect", None, "empty" if default is None else f"empty: {kit.title} takes {flow(default)}")
     part, rule = found
     if part == "rules":
-        return _follow(leaf, rule if isinstance(rule, Mapping) else {"to": rule}, foreign)
+        answer = _follow(leaf, rule if isinstance(rule, Mapping) else {"to": rule}, foreign)
+        has_value = answer.verdict != "not_offered" or answer.values
+        return answer if has_value else replace(answer, became=None)
     if part == "not_offered" and is_off(kit, key, leaf.value):
         return Answer("no_effect", None, "it is off, as it is here")
     became, _, why = rule.partition(": ") if part == "auto" else (None, "", rule)
@@ -223,13 +264,8 @@ def _follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         here = choices[shown]
         if here is None:
             return Answer("no_effect", None, why or "it says nothing here")
-        return write(
-            to,
-            here,
-            why,
-            differs=differs,
-            verdict=rule.get("verdict", "translated") if here == "auto" else "translated",
-        )
+        verdict: Verdict = rule.get("verdict", "translated") if here == "auto" else "translated"
+        return write(to, here, why, differs=differs, verdict=verdict)
     if "otherwise" in rule:
         nearest = rule.get("nearest")
         nearest = nearest.get(shown, nearest.get("*")) if isinstance(nearest, Mapping) else nearest

@@ -49,6 +49,7 @@ def convert_rows(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     if found.refuses or not found.became or not sets:
         return found
     values, why, differs = combine(sets)
+    values = {**values, **found.values}
     is_path = found.became == "data.train_path"
     became = "datasets" if is_path and len(sets) > 1 else found.became
     return Answer(found.verdict, became, "; ".join(filter(None, (found.why, why if is_path else ""))), values,
@@ -113,6 +114,9 @@ def combine(sets: Sequence[DataSet]) -> tuple[dict[str, Any], str, bool]:
     shares = "shares by their rows" if is_counted else "equal shares, as the sizes are not known here: set weight"
     why = f"several sets are mixed as full blocks ({shares}); for rows put them into one file, with task_mode sft"
     why += "" if is_alike else "; their columns differ: give them the same names"
+    why += (
+        "" if len({one.template for one in sets}) == 1 else "; their prompts differ, and data.template is one for all"
+    )
     return values, why, True
 
 
@@ -309,6 +313,8 @@ def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: 
         if info.get(part) not in (None, default):
             notes.append(f"its {part} {info[part]} cannot be chosen here: the default part is read whole")
     verdict: Verdict = "not_offered" if notes else "translated"
+    if local and name not in known:
+        notes.append(f"{local} ships with LLaMA-Factory, in its folder data: write the path to it")
     one.answers = {name: Answer(verdict, "data.train_path", "; ".join(notes))}
     return one
 
@@ -335,7 +341,9 @@ def read_trl(key: str, foreign: Foreign) -> list[DataSet]:
     """Data sets as TRL's scripts name them: one `dataset_name`, or a mixture as a list, or as name: share."""
     for place in ("datasets", "dataset_mixture.datasets"):
         if isinstance(entries := foreign.get(place), list) and entries:
-            return [_trl_set(entry, f"{place}.{number}") for number, entry in enumerate(entries) if isinstance(entry, dict)]
+            return [
+                _trl_set(entry, f"{place}.{number}") for number, entry in enumerate(entries) if isinstance(entry, dict)
+            ]
     if isinstance(shares := foreign.get("dataset_mixer"), dict) and shares:
         split = Answer("no_effect", None, "only the split train is read")
         return [

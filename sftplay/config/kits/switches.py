@@ -1,5 +1,4 @@
-"""Conversions of values that depend on what else the file says: on a key that is on, on the kind of training, on a product
-of keys."""
+"""Conversions of values that depend on what else the file says: a key that is on, the task, other numbers."""
 
 from __future__ import annotations
 
@@ -32,8 +31,9 @@ def follow_value(leaf: Leaf, rule: Rule) -> Answer:
 
 def convert_either(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The rule of the first lead in `with` that is on, "" being always. `silent`: the value where the file is silent,
-    instead of that in `defaults`; null writes nothing. `says`: a word on that value, by which the run is another one."""
-    lead, found = next(((lead, inner) for lead, inner in rule["with"].items() if not lead or foreign.is_on(lead)), ("", None))
+    instead of that in `defaults`; null writes nothing. `says`: a word on that value, with which the run is another."""
+    leads = ((lead, inner) for lead, inner in rule["with"].items() if not lead or foreign.is_on(lead))
+    lead, found = next(leads, ("", None))
     inner = found if isinstance(found, dict) else {"to": found}
     if leaf.is_default and "silent" in inner:
         leaf = leaf._replace(value=inner["silent"])
@@ -52,8 +52,8 @@ def follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_number_format(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """The number format of bf16 and fp16, of which one given true decides, and of the weights. `with`: the key of these,
-    `dtype`; `silent`: what the kit takes where neither is given, by the format of the weights, "" where that is silent."""
+    """The number format: a true bf16 or fp16 decides, else that of the weights. `with`: the key `dtype` of these, and
+    `silent`, what the kit computes in where neither is given, by the format of the weights."""
     to, names = "train.precision", rule["with"]
     bf16, fp16, dtype = (foreign.get(key) for key in ("bf16", "fp16", names["dtype"]))
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -66,7 +66,7 @@ def convert_number_format(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_sampling(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """A key of sampling and rewards: the file is of task_mode grpo. `is`: what the key is else, a rule or a key here.
-    `only`: keys, one of which such a file has; any other file with this key is of the kind `mode`, which is refused."""
+    `only`: such a file has one of these keys; any other file with this key is of the kind `mode`, which is refused."""
     if "only" in rule and not any(foreign.is_on(lead) for lead in rule["only"].split()):
         return Answer("not_offered", "task_mode", rule["otherwise"], {"task_mode": rule["mode"]}, refuses=True)
     inner = rule["is"] if isinstance(rule["is"], dict) else {"to": rule["is"]}
@@ -75,8 +75,8 @@ def convert_sampling(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_vllm(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """What samples completions, or a setting of vLLM. `with`: the lead `uses` that is on where vLLM samples, and `server`,
-    on where it is a server. Without vLLM on this machine the model itself samples."""
+    """What samples completions, or a setting of vLLM. `with`: leads that are on where vLLM samples, `uses`, and
+    where it is a server, `server`. Without vLLM on this machine the model itself samples."""
     names, to = rule["with"], rule["to"]
     kind = "vllm_server" if names.get("server") and foreign.is_on(names["server"]) else "vllm_colocate"
     if not foreign.is_on(names["uses"]):
@@ -93,8 +93,8 @@ def convert_vllm(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_known_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """Names of reward functions. `with`: `weights`, the key of their weights; `known`: name -> `use` and `options` here,
-    and `keys`, options that are the value of the first of some keys of the file."""
+    """Names of reward functions. `with`: `weights`, the key of their weights; `known`: name -> `use` and `options`
+    here, and `keys`, options that are the value of the first of some keys of the file."""
     names, to = leaf.value if isinstance(leaf.value, list) else [leaf.value], "rewards"
     weights = foreign.get(rule["with"]["weights"])
     weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
@@ -134,13 +134,13 @@ def convert_completion(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_rollout(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """Optimizer steps that learn from one rollout batch, from micro-batches of it or, with `completions: true`, from its
-    completions. `with`: the keys `rows` and `accum`."""
+    """Optimizer steps that learn from one rollout batch, from its micro-batches or, with `completions`, all of it.
+    `with`: the keys `rows` and `accum`."""
     names, to, value = rule["with"], "grpo.steps_per_generation", as_number(leaf.value)
     rows, accum = foreign.number(names["rows"]) or 1, foreign.number(names["accum"]) or 1
     unit = rows * accum * foreign.nproc if names.get("completions") else accum
     if not isinstance(value, int) or value % unit:
-        return Answer("not_offered", None, f"is no multiple of a step, which is {unit} here: 1 step learns from each batch")
+        return Answer("not_offered", None, f"is no multiple of a step, {unit} here: one step learns from each batch")
     return write(to, value // unit)
 
 
@@ -163,7 +163,9 @@ def convert_product(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     size, rest = divmod(math.prod(factors), math.prod(divisors))
     said = " x ".join(["the value", *rule["with"].get("times", "").split()])
     said += "".join(f" / {key}" for key in rule["with"].get("by", "").split())
-    return write(rule["to"], size, said) if not rest and size else Answer("not_offered", None, f"{said} is no whole number")
+    if rest or not size:
+        return Answer("not_offered", None, f"{said} is no whole number")
+    return write(rule["to"], size, said)
 
 
 def convert_filled(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:

@@ -4,10 +4,10 @@
 (`datasets.path`), and `key.*` stands for everything below it. Its parts:
 
 - `title`, `source`: the kit's name, and the version and files that the table was made from.
-- `marks`: keys, of which every file of this kit has at least one.
+- `marks`: keys; every file of this kit has at least one of them.
 - `held_out`: keys that name held-out rows; without any of them nothing is evaluated while the run trains.
 - `rules`: key -> rule. A rule is the key here, which takes the value as it is, or a mapping of
-  - `to`: the key here, or several with spaces between them;
+  - `to`: the key here;
   - `values`: value there -> value here. null: it says nothing here. A value that is not listed is kept, or, with
     `otherwise` (why it is not offered), refused; `nearest` is then written instead, a
     value or one for each value there, with `*` for all others;
@@ -67,13 +67,19 @@ class Kit:
         that it does not know."""
         known, key = self.answers, self.aliases.get(key, key)
         names = [key, *(f"{key.rsplit('.', cut)[0]}.*" for cut in range(1, key.count(".") + 1)), f"{key}.*"]
-        is_block = any(name.startswith(f"{key}.") for name in known)
-        return next((known[name] for name in names if name in known), ("no_effect", "empty") if is_block else None)
+        return next(
+            (known[name] for name in names if name in known), ("no_effect", "empty") if key in self.blocks else None
+        )
 
     def lead(self, key: str) -> str:
         """Return the leading key of a part; empty for any other key."""
         key = self.aliases.get(key, key)
         return next((lead for lead, names in self.parts.items() if key in names.split()), "")
+
+    @cached_property
+    def blocks(self) -> set[str]:
+        """The keys that hold others."""
+        return {name.rsplit(".", cut)[0] for name in self.answers for cut in range(1, name.count(".") + 1)}
 
     @cached_property
     def answers(self) -> dict[str, tuple[str, Any]]:

@@ -1,0 +1,420 @@
+"""`import-config`: every leaf of another kit's config is answered; what is written is the same run, or is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sftplay.cli import main
+from sftplay.config.keys import all_keys, list_keys
+from sftplay.config.kits.convert import CONVERSIONS, Imported, import_config
+from sftplay.config.kits.table import Kit, read_kits
+from sftplay.config.load import load_config
+from sftplay.data.records import Chat, Message, Source
+from sftplay.data.render.templates import ChatTemplate
+from sftplay.runs.inputs import known_shape
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("foreign_configs.yaml").read_text())
+COLLECTION = ROOT.parent / "shared" / "data" / "foreign-configs"
+REAL = sorted(path for path in COLLECTION.glob("*/*.y*ml"))
+needs_collection = pytest.mark.skipif(not REAL, reason="needs ../shared/data/foreign-configs")
+VERDICTS = {"translated", "no_effect", "auto", "not_offered"}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def write(folder: Path, case: str, **changes: Any) -> Path:
+    path = folder / f"{case}.yaml"
+    path.write_text(yaml.safe_dump(CASES[case] | changes, sort_keys=False))
+    return path
+
+
+def imported(folder: Path, case: str, **changes: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]], Imported]:
+    """The config that was written, its fields by their keys, and all of it."""
+    made = import_config(write(folder, case, **changes))
+    return yaml.safe_load(made.text), {one["key"]: one for one in made.fields}, made
+
+
+def count_leaves(value: Any) -> int:
+    """Count as the promise does: what is neither a mapping nor a list with one in it; an empty one is a leaf."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    is_whole = not inner or (isinstance(value, list) and not any(isinstance(one, dict) for one in inner))
+    return 1 if is_whole else sum(count_leaves(one) for one in inner)
+
+
+@pytest.fixture(scope="module")
+def real() -> dict[Path, Imported]:
+    return {path: import_config(path) for path in REAL}
+
+
+def problems_of(path: Path, made: Imported) -> Iterator[str]:
+    """What is wrong with the answer for a file."""
+    tree = yaml.safe_load(path.read_text())
+    kind = {"axolotl": "axolotl", "LLaMA-Factory": "llamafactory"}.get(path.parent.name, path.stem.partition("-")[0])
+    if made.kit.name != kind:
+        yield f"{path.name}: taken for {made.kit.name}"
+    if len(made.fields) != count_leaves(tree) or len({one["key"] for one in made.fields}) != len(made.fields):
+        yield f"{path.name}: {len(made.fields)} answers for {count_leaves(tree)} leaves"
+    for one in made.fields:
+        if one["verdict"] not in VERDICTS or not (one["why"] or one["became"]):
+            yield f"{path.name} {one['key']}: {one['verdict']} without a reason"
+        if one["verdict"] in ("translated", "auto") and one["became"] is None:
+            yield f"{path.name} {one['key']}: {one['verdict']} and no key of ours"
+    refused = re.findall(r"^# NOT OFFERED", made.text, re.M)
+    for problem in made.problems:
+        has_no_rows = "data.train_path" in problem.where
+        if not has_no_rows and not (refused and "task_mode" in problem.where):
+            yield f"{path.name}: {problem}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_leaf_has_one_answer_and_what_is_written_validates_or_is_refused_by_its_kind(case, tmp_path):
+    path = write(tmp_path, case)
+    assert list(problems_of(path, import_config(path))) == []
+
+
+@needs_collection
+def test_each_leaf_of_the_real_configs_has_one_answer_and_what_is_written_validates_or_is_refused(real):
+    assert [problem for path, made in real.items() for problem in problems_of(path, made)] == []
+
+
+@needs_collection
+def test_at_most_one_in_a_hundred_keys_of_the_real_configs_is_unknown(real):
+    fields = [one for made in real.values() for one in made.fields]
+    unknown = [one["key"] for one in fields if "is not known of" in one["why"]]
+    assert len(unknown) <= len(fields) / 100, Counter(unknown)
+
+
+@needs_collection
+@pytest.mark.slow
+def test_nearly_all_real_configs_of_text_that_can_train_here_plan_unedited(tmp_path, capsys):
+    """The others name pictures, preferences, or nothing to train on. That only the hub knows a model's shape counts."""
+    planned, causes = 0, Counter[str]()
+    for path in REAL:
+        made = import_config(path, nproc=8)
+        if made.problems:
+            causes["not trained here"] += 1
+            continue
+        out = tmp_path / f"{path.stem}.yaml"
+        out.write_text(made.text)
+        if known_shape(load_config(out)) is None:
+            causes["shape not known here"] += 1
+            continue
+        code = main(["plan", "--config", str(out), "--gpus", "8xH100", "--json"])
+        plan = json.loads(capsys.readouterr().out)
+        planned += "verdict" in plan
+        causes[plan.get("verdict") or f"{code}: {plan['error']['what'][:60]}"] += 1
+    trained = len(REAL) - causes["not trained here"]
+    assert planned / (trained - causes["shape not known here"]) > 0.95, causes
+    assert planned / trained > 0.6, causes
+
+
+def test_a_qlora_config_of_axolotl_becomes_the_same_run(tmp_path):
+    ours, fields, made = imported(tmp_path, "axolotl-qlora")
+    assert made.problems == []
+    assert ours["model"] == {"name": "NousResearch/Llama-2-7b-hf", "max_seq_len": 4096, "attn": "auto"}
+    lora = {"r": 32, "alpha": 16, "dropout": 0.05, "target_modules": "auto"}
+    assert ours["tuning"] == {"mode": "qlora", "lora": lora}
+    train = ours["train"]
+    assert float(train["learning_rate"]) == 2e-4
+    assert (train["effective_batch_size"], train["epochs"], train["max_steps"]) == (8, 4, 200)
+    assert (train["optim"], train["lr_scheduler"], train["warmup_ratio"]) == ("paged_adamw_32bit", "cosine", 0.05)
+    assert (train["packing"], train["gradient_checkpointing"]) == (True, True)
+    assert ours["data"]["train_path"] == "mhenrichsen/alpaca_2k_test"
+    assert (ours["data"]["format"], ours["data"]["split"]) == ("alpaca", 0.05)
+    assert ours["data"]["template"] == "configs/templates/alpaca.jinja"
+    assert fields["tf32"]["verdict"] == fields["wandb_project"]["verdict"] == "no_effect"
+    assert fields["attn_implementation"]["verdict"] == "auto"
+    # axolotl counts blocks of sequence_len tokens, this kit rows.
+    assert re.search(r"^# - sample_packing: true - .*multiply train.effective_batch_size", made.text, re.M)
+
+
+def test_defaults_of_axolotl_that_are_not_ours_are_written_out(tmp_path):
+    """Values from axolotl 0.18.0: schemas/config.py and training.py, core/builders/base.py."""
+    ours, _, made = imported(tmp_path, "axolotl-bare")
+    assert ours["model"]["max_seq_len"] == 512
+    assert ours["tuning"]["mode"] == "full"
+    train = ours["train"]
+    assert (train["epochs"], train["effective_batch_size"], train["packing"]) == (1.0, 1, False)
+    assert (train["lr_scheduler"], train["weight_decay"], train["optim"]) == ("cosine", 0.0, "adamw_torch_fused")
+    assert (train["gradient_checkpointing"], train["save_total_limit"]) == (False, 4)
+    assert (ours["data"]["split"], ours["data"]["too_long"], ours["data"]["template"]) == (0, "drop", "auto")
+    assert "max_seq_len: 512                           # axolotl's default of sequence_len 512" in made.text
+
+
+def test_defaults_of_llamafactory_that_are_not_ours_are_written_out(tmp_path):
+    """Values from LLaMA-Factory 0.9.6.dev0: hparams/*.py; transformers' TrainingArguments."""
+    ours, _, _ = imported(tmp_path, "llamafactory-bare")
+    assert ours["model"]["max_seq_len"] == 2048
+    assert ours["tuning"] == {"mode": "lora", "lora": {"r": 8, "dropout": 0.0, "target_modules": "auto"}}
+    train = ours["train"]
+    assert float(train["learning_rate"]) == 5e-5
+    assert (train["lr_scheduler"], train["warmup_ratio"], train["epochs"]) == ("linear", 0.0, 3.0)
+    assert (train["effective_batch_size"], train["packing"], train["save_steps"]) == (8, False, 500)
+    assert (ours["data"]["train_path"], ours["data"]["split"]) == ("llamafactory/alpaca_en", 0)
+    assert ours["logging"]["steps"] == 500
+
+
+def test_rows_of_a_step_are_multiplied_by_the_gpus(tmp_path):
+    path = write(tmp_path, "axolotl-full-fsdp")
+    one, eight = (yaml.safe_load(import_config(path, nproc=n).text)["train"] for n in (1, 8))
+    assert (one["effective_batch_size"], eight["effective_batch_size"]) == (8, 64)
+
+
+def test_fsdp_columns_roles_and_an_optimizer_that_is_not_offered(tmp_path):
+    ours, fields, _ = imported(tmp_path, "axolotl-full-fsdp")
+    assert ours["cluster"]["strategy"] == "fsdp"
+    assert (ours["data"]["format"], ours["data"]["columns"]) == ("sharegpt", {"conversations": "talk"})
+    assert ours["data"]["template"] == "chatml"
+    assert (fields["optimizer"]["verdict"], fields["optimizer"]["became"]) == ("not_offered", "train.optim")
+    assert ours["train"]["optim"] == "adamw_torch_fused"
+    assert fields["fsdp_config.fsdp_offload_params"]["verdict"] == "no_effect"
+    assert fields["datasets.0.roles.assistant"]["verdict"] == "no_effect"
+    _, fields, _ = imported(tmp_path, "axolotl-full-fsdp", fsdp_config={"fsdp_offload_params": True})
+    assert fields["fsdp_config.fsdp_offload_params"]["verdict"] == "not_offered"
+
+
+def test_documents_become_blocks_and_a_deepspeed_path_its_stage(tmp_path):
+    ours, fields, _ = imported(tmp_path, "axolotl-documents")
+    assert ours["task_mode"] == "cpt"
+    assert (ours["data"]["train_path"], ours["data"]["columns"]) == ("corpus.jsonl", {"text": "body"})
+    assert ours["cluster"] == {"strategy": "zero3", "deepspeed": "deepspeed_configs/zero3_offload.json"}
+    # A block is a row of a step there too, so nothing is to be multiplied.
+    assert (fields["sample_packing"]["verdict"], fields["sample_packing"]["became"]) == ("auto", "task_mode")
+    ours, _, _ = imported(tmp_path, "llamafactory-full-zero")
+    assert (ours["task_mode"], ours["cluster"]["strategy"]) == ("cpt", "zero2")
+
+
+def test_a_deepspeed_file_that_is_there_says_the_stage_itself(tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    ours, _, _ = imported(tmp_path, "llamafactory-full-zero", deepspeed="mine.json")
+    assert ours["cluster"]["strategy"] == "zero1"
+
+
+def test_several_sets_are_mixed_and_the_head_says_what_that_means(tmp_path):
+    ours, fields, made = imported(tmp_path, "axolotl-two-sets")
+    assert [(one["name"], one["path"], one["type"]) for one in ours["datasets"]] == [
+        ("one", "org/one", "chat"),
+        ("two", "org/two", "chat"),
+    ]
+    assert (ours["task_mode"], fields["datasets.1.path"]["became"]) == ("cpt_mixed", "datasets")
+    assert fields["datasets.1.split"]["verdict"] == "not_offered"
+    assert re.search(r"^# - datasets.0.path: org/one - .*equal shares, as the sizes are not known", made.text, re.M)
+
+
+def test_dataset_info_says_where_rows_lie_and_their_number_is_their_share(tmp_path):
+    info = {
+        "mine": {"file_name": "mine.json", "columns": {"prompt": "frage", "response": "antwort"}},
+        "talk": {"file_name": "talk.jsonl", "formatting": "sharegpt", "columns": {"messages": "turns"}},
+    }
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "dataset_info.json").write_text(json.dumps(info))
+    (data / "mine.json").write_text(json.dumps([{"frage": "a", "antwort": "b"}] * 3))
+    ours, _, _ = imported(tmp_path, "llamafactory-lora", dataset="mine")
+    assert ours["data"]["train_path"] == str(data / "mine.json")
+    assert ours["data"]["columns"] == {"instruction": "frage", "output": "antwort"}
+    ours, _, _ = imported(tmp_path, "llamafactory-lora", dataset="talk")
+    assert (ours["data"]["format"], ours["data"]["columns"]) == ("sharegpt", {"conversations": "turns"})
+    (data / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "a.json"}, "b": {"file_name": "b.jsonl"}}))
+    row = {"instruction": "x", "output": "y"}
+    (data / "a.json").write_text(json.dumps([row] * 3))
+    (data / "b.jsonl").write_text(f"{json.dumps(row)}\n" * 5)
+    ours, _, _ = imported(tmp_path, "llamafactory-lora", dataset="a, b")
+    assert [one["weight"] for one in ours["datasets"]] == [3.0, 5.0]
+    assert ours["cpt"] == {"weights_of": "examples"}
+
+
+@pytest.mark.parametrize(("case", "mode"), [("axolotl-dpo", "dpo"), ("llamafactory-pictures", "multimodal")])
+def test_a_kind_of_training_that_is_not_offered_is_written_so_that_nothing_trains(case, mode, tmp_path, capsys):
+    out = tmp_path / "run.yaml"
+    assert main(["import-config", "--in", str(write(tmp_path, case)), "--out", str(out), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["validates"] is False
+    assert len(answer["fields"]) == count_leaves(CASES[case])
+    assert yaml.safe_load(out.read_text())["task_mode"] == mode
+    assert main(["train", "--config", str(out), "--dry-run"]) == 2
+    assert f"no task called '{mode}'" in capsys.readouterr().err
+
+
+def test_keys_that_belong_to_something_else_that_is_off_have_no_effect(tmp_path):
+    _, fields, _ = imported(tmp_path, "llamafactory-full-zero")
+    assert (fields["lora_rank"]["verdict"], fields["lora_rank"]["why"]) == (
+        "no_effect",
+        "only where finetuning_type is lora",
+    )
+    assert fields["badam_mode"]["verdict"] == "not_offered"
+    _, fields, _ = imported(tmp_path, "llamafactory-full-zero", use_badam=False)
+    assert fields["badam_mode"]["verdict"] == "no_effect"
+
+
+def test_an_unknown_key_is_named_with_its_nearest(tmp_path):
+    _, fields, made = imported(tmp_path, "axolotl-bare", micro_batch_sise=4)
+    field = fields["micro_batch_sise"]
+    assert (field["verdict"], field["became"]) == ("not_offered", None)
+    assert field["why"] == "this key is not known of axolotl; did you mean micro_batch_size?"
+    assert "# - micro_batch_sise: 4 - this key is not known" in made.text
+
+
+def test_a_value_that_this_kit_refuses_is_left_out_and_said(tmp_path):
+    ours, fields, made = imported(tmp_path, "axolotl-bare", cosine_min_lr_ratio=1.0, early_stopping_patience=3)
+    assert made.problems == []
+    assert "min_lr_ratio" not in ours["train"]
+    assert fields["cosine_min_lr_ratio"]["verdict"] == "not_offered"
+    assert fields["cosine_min_lr_ratio"]["why"].startswith("refused here: 1.0 is not a number")
+    assert "needs held-out rows" in fields["early_stopping_patience"]["why"]
+
+
+def test_a_token_is_nowhere_in_the_answer(tmp_path, capsys):
+    out = tmp_path / "run.yaml"
+    source = write(tmp_path, "llamafactory-lora")
+    assert main(["import-config", "--in", str(source), "--out", str(out), "--json"]) == 0
+    assert "not_a_real_token" not in capsys.readouterr().out + out.read_text()
+
+
+@pytest.mark.contract
+def test_the_verb_writes_a_config_that_validates_and_prints_what_became_of_each_field(tmp_path, capsys):
+    source, out = write(tmp_path, "llamafactory-lora"), tmp_path / "run.yaml"
+    assert main(["import-config", "--in", str(source), "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"^learning_rate +0.0001 +train.learning_rate$", shown.out, re.M)
+    assert re.search(r"^max_samples +1000 +NOT OFFERED: all rows are read", shown.out, re.M)
+    assert f"LLaMA-Factory: {count_leaves(CASES['llamafactory-lora'])} fields" in shown.out + shown.err
+    assert main(["validate", "--config", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["train"]["eval_steps"] == 500
+
+
+@pytest.mark.contract
+def test_a_file_that_is_there_is_refused_before_anything_else(tmp_path, capsys):
+    out = tmp_path / "run.yaml"
+    out.write_text("mine")
+    assert main(["import-config", "--in", str(tmp_path / "nowhere"), "--out", str(out)]) == 2
+    assert "run.yaml" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("a: [1\nb: 2", "is not YAML"),
+        ("- a\n- b", "holds no keys with values"),
+        ("", "holds no keys with values"),
+        ("model: {name: builtin:tiny}\ntrain: {epochs: 1}", "is no config of"),
+        ("base_model: &loop {inner: *loop}", "lead round in a circle"),
+    ],
+    ids=["no YAML", "a list", "empty", "one of this kit", "endless"],
+)
+def test_a_file_of_no_kit_is_refused_with_place_and_remedy(text, what, tmp_path, capsys):
+    path, out = tmp_path / "odd.yaml", tmp_path / "run.yaml"
+    path.write_text(text)
+    assert main(["import-config", "--in", str(path), "--out", str(out), "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert what in error["what"]
+    assert error["where"].startswith(str(path))
+    assert error["fix"]
+    assert not out.exists()
+
+
+ODD = (
+    None,
+    [],
+    {},
+    "",
+    "x",
+    0,
+    -1,
+    True,
+    2.5,
+    float("inf"),
+    "2e-5",
+    ["a"],
+    [{}],
+    {"a": {"b": None}},
+    10**30,
+    "\u00e9: #\n",
+)
+
+
+@given(case=st.sampled_from(sorted(CASES)), data=st.data())
+def test_any_value_of_any_key_is_answered(case, data, tmp_path):
+    keys = data.draw(st.lists(st.sampled_from(sorted(CASES[case])), min_size=1, max_size=4))
+    path = write(tmp_path, case, **{key: data.draw(st.sampled_from(ODD)) for key in keys})
+    made = import_config(path, case.partition("-")[0])
+    assert len(made.fields) == count_leaves(yaml.safe_load(path.read_text()))
+    assert json.loads(json.dumps(made.fields, allow_nan=False)) == made.fields
+    assert all(one["became"] for one in made.fields if one["verdict"] in ("translated", "auto"))
+
+
+def test_the_kind_can_be_named_where_the_keys_do_not_tell(tmp_path):
+    path = tmp_path / "few.yaml"
+    path.write_text("model_name_or_path: builtin:tiny\nlearning_rate: 1e-4\n")
+    assert import_config(path, "llamafactory").kit.name == "llamafactory"
+
+
+def test_the_alpaca_template_writes_the_prompt_of_axolotl():
+    """prompters.py of axolotl 0.18.0, style instruct, without an input."""
+    template = ChatTemplate(
+        (ROOT / "configs/templates/alpaca.jinja").read_text(), {"bos_token": "<s>", "eos_token": "</s>"}
+    )
+    chat = Chat((Message("user", "Name a colour."), Message("assistant", "Red.")), Source("rows", 1))
+    text, learned = template.render(chat.messages)
+    system = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    assert text == f"<s>{system}\n\n### Instruction:\nName a colour.\n\n### Response:\nRed.</s>"
+    assert [text[start:end] for start, end in learned] == ["Red.</s>"]
+
+
+@pytest.mark.parametrize("kit", read_kits().values(), ids=read_kits())
+def test_a_table_names_keys_of_ours_and_conversions_that_exist_and_each_key_once(kit: Kit):
+    ours = {*all_keys(), *list_keys()}
+    targets = [rule if isinstance(rule, str) else rule.get("to", "") for rule in kit.rules.values()]
+    inside = ("train.extra.", "grpo.extra.", "data.columns.")
+    wrong = [key for key in targets if key and key not in ours and not key.startswith(inside)]
+    autos = [reason.partition(": ")[0] for reason in kit.auto]
+    assert wrong + [key for key in autos if key not in ours and "." in key] == []
+    assert {rule["by"] for rule in kit.rules.values() if isinstance(rule, dict) and "by" in rule} <= set(CONVERSIONS)
+    groups = [*kit.no_effect.values(), *kit.auto.values(), *kit.not_offered.values()]
+    named = Counter(name for names in groups for name in set(names.split()))
+    assert [name for name in kit.rules if name in named] == []
+    assert set(kit.defaults) <= set(kit.rules), "a default goes through a rule"
+
+
+def test_a_config_of_another_kit_that_is_validated_is_sent_to_the_import(tmp_path, capsys):
+    path = write(tmp_path, "axolotl-qlora")
+    assert main(["validate", "--config", str(path), "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["where"], error["what"]) == (str(path), "seems to be a config of another kit")
+    assert f"make import-config IN={path}" in error["fix"]
+
+
+def test_a_key_that_another_one_has_decided_says_so(tmp_path):
+    ours, fields, _ = imported(tmp_path, "axolotl-bare", noisy_embedding_alpha=5, neftune_noise_alpha=10)
+    assert ours["train"]["neftune_alpha"] == 5
+    assert (fields["neftune_noise_alpha"]["verdict"], fields["neftune_noise_alpha"]["became"]) == ("no_effect", None)
+    assert fields["neftune_noise_alpha"]["why"] == "train.neftune_alpha is 5 by another key"
+
+
+def test_a_type_of_ones_own_names_columns_and_its_prompt_is_not_offered(tmp_path):
+    kind = {
+        "system_prompt": "Be brief.",
+        "field_instruction": "q",
+        "field_output": "output",
+        "format": "[INST] {instruction}",
+    }
+    ours, fields, _ = imported(tmp_path, "axolotl-bare", datasets=[{"path": "org/rows", "type": kind}])
+    assert (ours["data"]["format"], ours["data"]["columns"]) == ("alpaca", {"instruction": "q"})
+    assert ours["data"]["system"] == "Be brief."
+    assert fields["datasets.0.type.format"]["verdict"] == "not_offered"

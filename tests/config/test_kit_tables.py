@@ -1,0 +1,223 @@
+"""The tables of ms-swift, TRL and verl: the installed TRL is known whole, what kits do in silence is written, and
+GRPO of all three becomes task_mode grpo."""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sftplay.config.kits.convert import Imported, import_config
+from sftplay.config.kits.table import as_number, read_kits
+
+CASES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("foreign_configs.yaml").read_text())
+
+
+def imported(folder: Path, case: str, **changes: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]], Imported]:
+    """The config that was written, flat; its fields by their keys; and all of it. YAML 1.1 reads 1e-05 as a text."""
+    path = folder / f"{case}.yaml"
+    path.write_text(yaml.safe_dump(CASES[case] | changes, sort_keys=False))
+    made = import_config(path)
+    return dict(flat(yaml.safe_load(made.text))), {one["key"]: one for one in made.fields}, made
+
+
+def flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, inner in value.items():
+        found += flat(inner, f"{prefix}{key}.") if isinstance(inner, dict) else [(f"{prefix}{key}", as_number(inner))]
+    return found
+
+
+def class_fields(package: str, *files: str) -> dict[str, set[str]]:
+    """Names of the annotated fields of each class, without those of its bases, read without an import."""
+    found: dict[str, set[str]] = {}
+    spec = find_spec(package)
+    assert spec is not None
+    for file in files:
+        for node in ast.parse(Path((spec.submodule_search_locations or [""])[0], file).read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                lines = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+                found[node.name] = {line.target.id for line in lines if isinstance(line.target, ast.Name)}
+    return {name: {field for field in names if not field.startswith("_")} for name, names in found.items()}
+
+
+ARGUMENTS = class_fields("transformers", "training_args.py")["TrainingArguments"]
+
+
+def test_every_field_of_the_installed_trl_has_an_answer():
+    trainers = [f"trainer/{kind}_config.py" for kind in ("base", "sft", "grpo", "dpo", "kto", "reward", "model")]
+    classes = class_fields("trl", *trainers, "scripts/utils.py", "scripts/grpo.py")
+    wanted = ("SFTConfig", "GRPOConfig", "DPOConfig", "KTOConfig", "RewardConfig", "ModelConfig", "ScriptArguments",
+              "GRPOScriptArguments", "DatasetMixtureConfig")  # fmt: skip
+    names = ARGUMENTS.union(*(classes[name] for name in wanted))
+    names |= {f"datasets.{field}" for field in classes["DatasetConfig"]}
+    assert len(names) > 200
+    assert sorted(name for name in names if read_kits()["trl"].find(name) is None) == []
+
+
+def test_every_argument_of_the_installed_transformers_has_an_answer_for_ms_swift():
+    names = ARGUMENTS | class_fields("transformers", "training_args_seq2seq.py")["Seq2SeqTrainingArguments"]
+    assert sorted(name for name in names if read_kits()["swift"].find(name) is None) == []
+
+
+def test_what_ms_swift_does_in_silence_is_written(tmp_path):
+    written, _, made = imported(tmp_path, "swift-bare")
+    assert written == {
+        "model.name": "Qwen/Qwen2.5-0.5B-Instruct", "data.train_path": "rows.jsonl", "seed": 42,
+        "model.max_seq_len": 2048, "tuning.mode": "lora", "tuning.lora.r": 8, "tuning.lora.alpha": 32,
+        "tuning.lora.dropout": 0.05,
+        "tuning.lora.target_modules": "auto", "train.learning_rate": 1e-4, "train.lr_scheduler": "cosine",
+        "train.warmup_ratio": 0.0, "train.weight_decay": 0.1, "train.extra.adam_beta2": 0.95, "train.epochs": 3.0,
+        "train.optim": "adamw_torch_fused", "train.max_grad_norm": 1.0, "train.effective_batch_size": 16,
+        "train.precision": "auto", "train.gradient_checkpointing": True, "train.packing": False, "data.split": 0,
+        "data.on_bad_row": "skip", "data.too_long": "drop",
+    }  # fmt: skip
+    assert "longer rows are left out" in made.text.split("model:")[0]
+    full, _, _ = imported(tmp_path, "swift-bare", tuner_type="full", per_device_train_batch_size=5)
+    assert (full["train.learning_rate"], full["train.effective_batch_size"], "tuning.lora.r" in full) == (
+        1e-5,
+        20,
+        False,
+    )
+
+
+def test_what_trl_does_in_silence_is_written(tmp_path):
+    written, _, made = imported(tmp_path, "trl-bare")
+    assert written == {
+        "model.name": "org/model", "data.train_path": "rows.jsonl", "seed": 42, "model.max_seq_len": 1024,
+        "tuning.mode": "full", "train.learning_rate": 2e-5, "train.lr_scheduler": "linear", "train.warmup_ratio": 0.0,
+        "train.weight_decay": 0.0, "train.epochs": 3.0, "train.optim": "adamw_torch_fused", "train.max_grad_norm": 1.0,
+        "train.effective_batch_size": 8, "train.precision": "auto", "train.gradient_checkpointing": True,
+        "train.packing": False, "data.split": 0, "data.too_long": "truncate",
+    }  # fmt: skip
+    assert "TRL learns every token of rows with messages" in made.text.split("model:")[0]
+    adapted, _, made = imported(tmp_path, "trl-bare", use_peft=True, assistant_only_loss=True)
+    lora = {"r": 16, "alpha": 32, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
+    assert {key: adapted[f"tuning.lora.{key}"] for key in lora} == lora
+    assert "TRL learns every token" not in made.text
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("verl-sft", {"seed": 1, "data.split": None, "train.max_grad_norm": 1.0, "train.precision": "bf16"}),
+        (
+            "verl-sft-older",
+            {
+                "seed": 1, "train.learning_rate": 1e-5, "train.lr_scheduler": "cosine", "train.warmup_ratio": 0.1,
+                "train.extra.adam_beta2": 0.95, "train.weight_decay": 0.01, "tuning.mode": "full", "data.split": 0,
+                "model.max_seq_len": 1024, "data.too_long": "error", "data.columns.question": "frage",
+                "data.columns.answer": "antwort",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_what_both_sft_trainers_of_verl_do_in_silence_is_written(case, expected, tmp_path):
+    written, _, _ = imported(tmp_path, case)
+    assert {key: written.get(key) for key in expected} == expected
+
+
+def test_the_constant_rate_of_the_newer_trainer_of_verl_keeps_its_warm_up(tmp_path):
+    written, _, _ = imported(tmp_path, "verl-sft", optim={"lr_warmup_steps_ratio": 0.1, "lr_warmup_steps": -1})
+    schedule = ("train.learning_rate", "train.lr_scheduler", "train.warmup_ratio")
+    assert [written[key] for key in schedule] == [1e-3, "constant_with_warmup", 0.1]
+    assert written["output_dir"] == "checkpoints/gsm8k/sft"
+
+
+GRPO = {
+    "swift-grpo": {
+        "grpo.num_generations": 8, "grpo.max_prompt_length": 1024, "grpo.max_completion_length": 2048,
+        "model.max_seq_len": 3072, "grpo.loss_type": "dr_grpo", "grpo.temperature": 0.9, "grpo.beta": 0.001,
+        "grpo.dynamic_sampling_rounds": 3, "grpo.mask_truncated_completions": True, "grpo.steps_per_generation": 2,
+        "train.effective_batch_size": 16,
+        "rewards": [{"name": "accuracy", "use": "math"},
+                    {"name": "format", "use": "format", "options": {"form": "answer_tag"}, "weight": 0.5}],
+    },
+    "trl-grpo": {
+        "grpo.num_generations": 8, "grpo.max_completion_length": 1024, "model.max_seq_len": 1536,
+        "grpo.loss_type": "dr_grpo", "grpo.scale_rewards": "none", "grpo.steps_per_generation": 2,
+        "train.effective_batch_size": 32,
+        "train.learning_rate": 1e-6,
+        "rewards": [{"name": "accuracy_reward", "use": "math"},
+                    {"name": "brief", "use": "my_rewards:brief", "weight": 0.5},
+                    {"name": "think_format_reward", "use": "format", "options": {"form": "reasoning"}, "weight": 0.2}],
+    },
+    "verl-grpo": {
+        "grpo.num_generations": 8, "grpo.max_prompt_length": 512, "grpo.max_completion_length": 1024,
+        "model.max_seq_len": 1536, "grpo.loss_type": "dr_grpo", "grpo.importance_sampling_level": "sequence",
+        "grpo.scale_rewards": "none", "grpo.beta": 0.001, "grpo.delta": 3.0, "grpo.epsilon_high": 0.28,
+        "grpo.steps_per_generation": 4, "train.effective_batch_size": 2048, "train.save_steps": 80,
+        "train.eval_steps": 20, "train.warmup_ratio": 0.1, "grpo.extra.use_bias_correction_kl": False,
+        "data.val_path": "test.parquet",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GRPO)
+def test_grpo_of_another_kit_becomes_task_mode_grpo(case, tmp_path):
+    written, _, made = imported(tmp_path, case)
+    assert made.problems == []
+    assert {key: written.get(key) for key in {"task_mode": "grpo"} | GRPO[case]} == {"task_mode": "grpo"} | GRPO[case]
+
+
+def test_a_reward_that_is_code_of_the_kit_is_named(tmp_path):
+    for case, key in (("swift-grpo", "reward_funcs"), ("trl-grpo", "reward_funcs")):
+        _, answers, _ = imported(tmp_path, case)
+        assert answers[key]["verdict"] == "not_offered"
+        assert answers[key]["why"].startswith(("mine: code of that kit", "other: code of that kit"))
+    _, answers, made = imported(tmp_path, "trl-grpo", reward_funcs=["other"])
+    assert [problem.where.rpartition(" ")[2] for problem in made.problems] == ["task_mode"]
+
+
+def test_vllm_is_written_where_it_is_installed(tmp_path, monkeypatch):
+    _, answers, _ = imported(tmp_path, "trl-grpo")
+    assert "vLLM is not installed here" in answers["use_vllm"]["why"]
+    monkeypatch.setattr("sftplay.config.kits.switches.find_spec", lambda name: name)
+    server, _, _ = imported(tmp_path, "trl-grpo")
+    assert server["grpo.generation"] == "vllm_server"
+    shared, _, _ = imported(tmp_path, "swift-grpo")
+    vllm = {"grpo.generation": "vllm_colocate", "grpo.vllm.memory_share": 0.5, "grpo.vllm.sleep": True}
+    assert {key: shared[key] for key in vllm} == vllm
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        ("swift-dpo", "dpo"), ("swift-classifier", "seq_cls"), ("trl-dpo", "dpo"), ("trl-reward", "reward_model"),
+        ("verl-ppo", "ppo"),
+    ],
+)  # fmt: skip
+def test_a_kind_of_training_that_is_not_offered_is_refused_by_its_name(case, mode, tmp_path):
+    written, _, made = imported(tmp_path, case)
+    assert written["task_mode"] == mode
+    assert any("task_mode" in problem.where for problem in made.problems)
+
+
+def test_older_names_of_ms_swift_are_followed(tmp_path):
+    written, answers, _ = imported(tmp_path, "swift-older-names")
+    expected = {"model.name": "Qwen/Qwen2.5-0.5B-Instruct", "tuning.mode": "full", "train.learning_rate": 1e-5,
+                "train.precision": "bf16", "data.too_long": "truncate"}  # fmt: skip
+    assert {key: written[key] for key in expected} == expected
+    assert answers["truncation_strategy"]["verdict"] == answers["loss_scale"]["verdict"] == "not_offered"
+    assert "tuning.lora.r" not in written
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"torch_dtype": "bfloat16"}, "bf16"), ({"torch_dtype": "float32"}, "fp16"), ({}, "auto"),
+    ({"torch_dtype": "float32", "bf16": False, "fp16": False}, "fp32"), ({"fp16": True}, "fp16"),
+])  # fmt: skip
+def test_number_formats_of_ms_swift_follow_its_weights(given, expected, tmp_path):
+    written, _, _ = imported(tmp_path, "swift-bare", **given)
+    assert written["train.precision"] == expected
+
+
+def test_a_lowest_rate_and_steps_of_warm_up_become_shares(tmp_path):
+    written, answers, _ = imported(tmp_path, "trl-qlora")
+    shares = ("train.lr_scheduler", "train.min_lr_ratio", "train.warmup_ratio", "tuning.mode")
+    assert [written[key] for key in shares] == ["cosine", 0.1, 0.1, "qlora"]
+    assert answers["packing"]["verdict"] == "translated"
+    assert answers["push_to_hub"]["verdict"] == "not_offered"
