@@ -109,6 +109,17 @@ _WHOLE_MODEL: Flags = {
 FLAGS: dict[str, Flags] = {
     "train": {"--documents": _switch("refuse a config of task sft"), **_LAUNCH},
     "resume": {**_LAUNCH, **_RUN},
+    "sweep": {
+        "--grid": _flag("keys and their values: a.b=1,2 c.d=x,y", default=""),
+        "--space": _flag("a YAML file with ranges, sampler and number of trials", PATH, default=""),
+        "--name": _flag("of the sweep; else the config's. The same command goes on with it", default=""),
+        "--parallel": _flag("trials at a time", _processes, default=1),
+        "--nproc": _flag("processes of each trial", _processes),
+        "--halving": _flag(
+            "keep one trial in so many at 1/8, 1/4 and 1/2 of the run",
+            _number("a number from 2 to 9", int, holds=lambda value: 2 <= value <= 9),
+        ),
+    },
     "train-ray": {
         "--workers": _flag("processes on all machines together", _processes, default=2),
         "--dry-run": _SCALE["--dry-run"],
@@ -309,6 +320,7 @@ VERBS = {
     "matrix": ("machine.matrix", "what goes together: tuning mode, strategy, precision"),
     "setup-accelerate": ("machine.setup_accelerate", "write an accelerate config for this machine"),
     "train-ray": ("train.train_ray", "train on a cluster of Ray, or on one of its own"),
+    "sweep": ("sweep.sweep", "train a config with many values, and find the best"),
     "submit": ("slurm.submit", "queue the run of a config as a job of SLURM"),
     "status": ("slurm.status", "the job of a run and how far the run is"),
     "logs": ("slurm.logs", "the last lines of a run's job"),
