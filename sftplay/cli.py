@@ -193,7 +193,12 @@ FLAGS: dict[str, Flags] = {
         "--a": _flag("name or folder of a run", PATH, required=True),
         "--b": _flag("name or folder of the other", PATH, required=True),
     },
-    **dict.fromkeys(("eval-test", "eval-quick", "eval-full", "report", "status"), _RUN),
+    **dict.fromkeys(("eval-test", "eval-quick", "eval-full"), _RUN),
+    "report": {
+        "--run": _flag("name or folder of the run; several with commas", PATH),
+        "--out": _flag("of several runs: the page to write", PATH, default=""),
+    },
+    "status": {**_RUN, "--watch": _switch("again every two seconds, until Ctrl-C")},
     "eval-code": {
         **_RUN,
         "--base": _switch("what the run started from"),
@@ -307,7 +312,7 @@ VERBS = {
     "merge-test": ("export.merge_test", "compare a merged model with the adapter it came from"),
     "export": ("export.export", "write a run's model as a folder that stands alone"),
     "serve": ("export.serve", "answer OpenAI clients on this machine with a run's model"),
-    "report": ("report.report", "write report.html of a run"),
+    "report": ("report.report", "write report.html of a run, or one page of several"),
     "compare": ("report.compare", "two runs side by side"),
     "tensorboard": ("report.start", "show curves in a browser; returns at once"),
     "tb-stop": ("report.stop", "stop that TensorBoard"),
@@ -331,7 +336,7 @@ VERBS = {
 """verb -> module of `sftplay.commands` and function, help. A function takes the arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
-    "demo", "init", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual", "compare",
+    "demo", "init", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual", "compare", "report",
     "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix",
     "setup-accelerate", "sandbox", "status", "logs", "cancel",
 )  # fmt: skip
@@ -472,7 +477,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if launcher_args and not _launches(verb):
         problem = f"{verb} starts no launcher that could take {shlex.join(launcher_args)}"
         raise ConfigError(problem, where="--", fix="leave out what follows `--`")
-    if args.overrides and not args.config and verb in ("compare", "comm-check", "status", "logs", "cancel"):
+    if args.overrides and not args.config and verb in ("compare", "report", "comm-check", "status", "logs", "cancel"):
         problem = f"{verb} has no config to set {args.overrides[0]!r} in"
         raise ConfigError(problem, where="command line", fix="leave it out, or name the config with CONFIG=")
     if not args.config and args.verb not in WITHOUT_CONFIG:

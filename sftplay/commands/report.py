@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import json
+import os
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sftplay import log
@@ -15,21 +20,75 @@ from sftplay.runs.tensorboard import PID_FILE, end_board, running, start_board
 
 
 def report(args: Namespace) -> int:
-    """`report`: write report.html of a run in any state, and print its path; and what was learned from rewards."""
-    folder = find_run(load_config(args.config, args.overrides), args.config, run=args.run)
+    """`report`: write report.html of a run in any state, and print its path; and what was learned from rewards. Of
+    several runs, named with commas, write one page.
+    """
+    output = Path(load_config(args.config, args.overrides).output_dir if args.config else "outputs")
+    names = _split_names(args.run or "", output)
+    if len(names) > 1:
+        return _report_several(args, names, output)
+    if args.out:
+        raise ConfigError("is for a page of several runs", where="--out", fix="leave it out, or name runs: RUN=a,b")
+    if args.config:
+        folder = find_run(load_config(args.config, args.overrides), args.config, run=args.run)
+    elif args.run:
+        folder = _find_named(args.run, output, where="--run")
+    else:
+        raise ConfigError("no run is named", where="--run", fix="name one with RUN=, or its config with CONFIG=")
     from sftplay.report.report import NAME, write_report
     from sftplay.report.rewards import learned_table
     from sftplay.report.run_files import RunFiles
 
-    try:
+    with _writable(folder.path / NAME):
         path = write_report(folder)
-    except OSError as error:
-        what = f"cannot be written ({error.strerror})"
-        raise MachineError(what, where=str(folder.path / NAME), fix="make room, or allow writing there") from error
     if not args.json and (table := learned_table(RunFiles(folder))):
         print(f"{table.format()}\n")
     print(json.dumps({"report": str(path)}) if args.json else path)
     return 0
+
+
+def _report_several(args: Namespace, names: list[str], output: Path) -> int:
+    folders = [_find_named(name, output, where="--run") for name in names]
+    if twice := [folder.name for n, folder in enumerate(folders) if folder in folders[:n]]:
+        raise ConfigError(f"names {twice[0]!r} twice", where="--run", fix="name each run once")
+    from sftplay.report.several import write_runs_page
+
+    text = "+".join(folder.name for folder in folders)
+    if len(text.encode()) > 100:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        text = f"{folders[0].name[:60]}-and-{len(folders) - 1}-more-{digest}"
+    path = Path(args.out) if args.out else output / f"report-{text}.html"
+    with _writable(path):
+        write_runs_page(folders, path, title=", ".join(names) if len(names) <= 4 else f"{len(names)} runs")
+    print(json.dumps({"report": str(path), "runs": [str(folder.path) for folder in folders]}) if args.json else path)
+    return 0
+
+
+def _split_names(text: str, output: Path) -> list[str]:
+    """Split names at commas; a run whose own name has some is one name, and quotes keep them in a list."""
+    if "," not in text or any((place / text / RESOLVED).is_file() for place in (Path(), output)):
+        return [text]
+    words = next(csv.reader([text], skipinitialspace=True))
+    return [os.path.expanduser(name.strip()) for name in words if name.strip()]  # noqa: PTH111 - as the flag does it
+
+
+def _find_named(name: str, output: Path, *, where: str) -> RunFolder:
+    folder = next((path for path in (Path(name), output / name) if (path / RESOLVED).is_file()), None)
+    if folder is None:
+        places = f"neither {name} nor {output / name} holds a {RESOLVED}"
+        near = nearest_names(name, [path.parent.name for path in output.glob(f"*/{RESOLVED}")])
+        fix = f"did you mean {near[0]!r}?" if near else "give a run's folder, or its name"
+        raise ConfigError(f"no run {name!r} ({places})", where=where, fix=fix, nearest=near)
+    return RunFolder(folder)
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot be written ({error.strerror})"
+        raise MachineError(what, where=str(path), fix="make room, or allow writing there") from error
 
 
 def compare(args: Namespace) -> int:
@@ -39,11 +98,7 @@ def compare(args: Namespace) -> int:
     for flag, name in (("--a", args.a), ("--b", args.b)):
         if not name:
             raise ConfigError("no run is named", where=flag, fix="make compare RUN_A=name RUN_B=name")
-        folder = next((path for path in (Path(name), output / name) if (path / RESOLVED).is_file()), None)
-        if folder is None:
-            places = f"neither {name} nor {output / name} holds a {RESOLVED}"
-            raise ConfigError(f"no run {name!r} ({places})", where=flag, fix="give a run's folder, or its name")
-        runs.append(RunFolder(folder))
+        runs.append(_find_named(name, output, where=flag))
     from sftplay.report.compare import compare_runs, comparison_table
 
     comparison = compare_runs(*runs)

@@ -103,6 +103,10 @@ class ClusterConfig(Section):
     nccl: NcclConfig = Field(default_factory=NcclConfig)
     """Network settings."""
 
+    price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Price of one GPU for an hour, or of the machine where a run uses none, in any currency. `plan`, `status` and
+    reports then show what a run costs."""
+
 
 STRATEGY = "cluster.strategy"
 BACKEND = "tuning.backend"

@@ -155,7 +155,7 @@ FREE_TO_CHANGE = (
     "score.samples", "score.generation_rows", "score.kl1_max", "score.min_hint_gain", "score.eval_samples",
     "score.eval_temperature", "score.placement", "score.devices",
     "hrm.eval_limit", "hrm.eval_halt", "hrm.puzzle_emb_placement",
-    "cluster.max_restarts", "cluster.timeout", "cluster.nccl", "cluster.launcher",
+    "cluster.max_restarts", "cluster.timeout", "cluster.nccl", "cluster.launcher", "cluster.price_per_hour",
 )  # fmt: skip
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
 

@@ -224,6 +224,8 @@ class RunFolder:
             attempts = status.get("attempts", [])
             if attempts and (again or attempts[-1]["cause"] is None):
                 attempts[-1] |= {"to_step": status.get("step", 0), "cause": cause}
+                if isinstance(started := attempts[-1].get("started"), int | float):
+                    attempts[-1]["seconds"] = round(max(0.0, time.time() - started), 3)
                 return {"attempts": attempts}
             return {}
 

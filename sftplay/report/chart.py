@@ -39,6 +39,9 @@ class Curve:
     trend: Sequence[Point] = ()
     """Means over stretches, drawn over a curve that is then pale; for noisy figures of many points."""
 
+    colour: int | None = None
+    """Its number among the eight colours, from 0; None takes that of its place in the chart."""
+
     @cached_property
     def drawable(self) -> list[Point]:
         """The points that have a place on an axis."""
@@ -97,6 +100,11 @@ class Chart:
         if self.unit.endswith("_bytes"):
             return "held at most"
         return "share" if is_share(self.unit) else AXES.get(self.unit, find_name(self.unit))
+
+    def colour(self, place: int) -> str:
+        """Return the class of a curve's colour, by its place among the curves."""
+        number = self.curves[place].colour
+        return "abcdefgh"[(place if number is None else number) % 8]
 
     def x(self, step: float) -> str:
         """Where a step lies in a drawing 1000 wide."""

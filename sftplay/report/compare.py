@@ -20,6 +20,9 @@ from sftplay.report.run_files import RunFiles, mapping, mappings
 
 Row = dict[str, Any]
 
+UNTRAINED_KEYS = ("run_name", "output_dir", "train.resume")
+"""Config keys that say nothing about what was trained."""
+
 
 def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, Any]:
     """Return what differs between two runs, for `comparison_table` and for `--json`.
@@ -29,30 +32,35 @@ def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, Any]:
     true, false, or null where it cannot be known; where it is not true, `warnings` says so.
     """
     runs = one, two = RunFiles(a), RunFiles(b)
-    same, doubts = _same_held_out(one, two)
+    same, doubts = same_held_out(one, two)
     about = [
         {"name": r.folder.name, "path": str(r.folder.path), "state": r.state, "step": r.step, "steps": r.steps}
         for r in runs
     ]
-    # These keys say nothing about what was trained.
-    skipped = ("run_name", "output_dir", "train.resume")
-    values = [{key: s.value for key, s in run.settings.items() if key not in skipped} for run in runs]
-    tags = [tag for tag in one.evals | two.evals if not tag.startswith(("step-", "perplexity"))]
-    figures = []
-    for tag in sorted(tags, key=lambda tag: (tag not in ("after", "before"), tag)):
-        figures += _list_figures(*({f"{tag} {key}": v for key, v in run.evals.get(tag, {}).items()} for run in runs))
-    figures += _list_figures(*(dict(source_figures(run)) for run in runs))
+    values = [{key: s.value for key, s in run.settings.items() if key not in UNTRAINED_KEYS} for run in runs]
     facts = [_data_facts(run) for run in runs]
+    versions = [describe_versions(run) for run in runs]
     return {
         "runs": {"a": about[0], "b": about[1]},
         "config": _list_differences(*values),
-        "figures": figures,
+        "figures": _list_figures(list_results(one), list_results(two)),
         "training": _list_figures(*(dict(_training_figures(run)) for run in runs)),
         "data": [{"key": key, "a": facts[0][key], "b": facts[1][key]} for key in facts[0]],
         "same_held_out": same,
-        "versions": _list_differences(_versions(one), _versions(two)) if one.manifest and two.manifest else [],
+        "versions": _list_differences(*versions) if one.manifest and two.manifest else [],
         "warnings": [*doubts, *_warnings(one, two)],
     }
+
+
+def list_results(run: RunFiles) -> dict[str, float]:
+    """Return what was measured before, after or by hand, under names such as `after loss`; finite figures alone."""
+    tags = [tag for tag in run.evals if not tag.startswith(("step-", "perplexity"))]
+    found: dict[str, Any] = {}
+    for tag in sorted(tags, key=lambda tag: (tag not in ("after", "before"), tag)):
+        found |= {f"{tag} {key}": value for key, value in run.evals[tag].items()}
+    found |= dict(source_figures(run))
+    numbers = {name: as_number(value) for name, value in found.items()}
+    return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
 
 
 def comparison_table(comparison: dict[str, Any]) -> str:
@@ -124,8 +132,8 @@ def _data_facts(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]]:
-    """Whether both were measured on the same rows, and the warnings when that is not sure.
+def same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]]:
+    """Return whether both were measured on the same rows, and the warnings when that is not sure.
 
     The fingerprint covers files, options and tokenizer: equal fingerprints mean equal rows. Otherwise the prompts and
     references that were answered, and the size of the documents, are compared.
@@ -153,7 +161,7 @@ def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]
 def _warnings(one: RunFiles, two: RunFiles) -> Iterator[str]:
     tables = [run.evals.get("perplexity") for run in (one, two)]
     windows = [(table.get("window"), table.get("stride")) if table else None for table in tables]
-    machines = [_versions(run)["machine"] for run in (one, two)]
+    machines = [describe_versions(run)["machine"] for run in (one, two)]
     for side, run, machine in zip("ab", (one, two), machines, strict=True):
         if run.state != "done":
             yield f"run {side} is {run.state}: its figures are not final"
@@ -169,7 +177,8 @@ def _warnings(one: RunFiles, two: RunFiles) -> Iterator[str]:
         yield "the machines differ: speed, seconds and memory do not compare"
 
 
-def _versions(run: RunFiles) -> dict[str, Any]:
+def describe_versions(run: RunFiles) -> dict[str, Any]:
+    """Return what a run ran on, and the versions of the kit and its libraries."""
     machine = mapping(run.manifest.get("machine"))
     gpus = [str(gpu.get("name")) for gpu in mappings(machine.get("gpus"))]
     return {

@@ -68,6 +68,15 @@ class History:
         """Return the newest value of one figure."""
         return self.values[name][-1] if name in self.values else None
 
+    @property
+    def seconds(self) -> float | None:
+        """The time of all logged steps; None where no line has one."""
+        times, before = 0.0, 0.0
+        for step, seconds in self._points("step_s"):
+            times += max(0.0, (step - before) * seconds) if math.isfinite(seconds) else 0.0
+            before = step
+        return times or None
+
     def middle(self, name: str) -> float | None:
         """Return the median of one figure's finite values."""
         finite = self.finite(name)

@@ -74,7 +74,7 @@ def _find_state(run: RunFiles) -> Iterator[Remark]:
         why = why or (cause if isinstance(cause, str) else "no reason was left; look into logs/")
         remedy = f" Remedy: {fix}." if fix else ""
         yield "stop", f"The run failed at step {run.step:,}. {why}.{remedy}"
-    elif state == "interrupted":
+    elif state == "died":
         text = f"The run ended at step {run.step:,} without a message (it was killed, or the machine went down)."
         yield "stop", f"{text} `make resume` continues from the last complete checkpoint."
     elif state == "stopped":

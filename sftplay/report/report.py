@@ -37,7 +37,7 @@ REPEAT = (
     " machine give the same weights."
 )
 
-COLOURS = {"done": "good", "failed": "bad", "interrupted": "bad"}
+COLOURS = {"done": "good", "failed": "bad", "died": "bad"}
 """Colour of a run's state. Any other state is shown as a caution."""
 
 
@@ -157,14 +157,14 @@ def draw_curves(run: RunFiles, mixed: Sequence[ChartPlan], *, drawn: Collection[
     others = [key for key in values if not (key in known or key.startswith(("reward/", "eval_")))][:8]
     main += [(capitalized(find_name(key)), key, [logged(run, key)]) for key in others]
     training = logged(run, "loss", name="training")
-    plans: list[ChartPlan] = [("Loss", "loss", [training, _read_held_out_losses(run)]), *mixed, *main]
+    plans: list[ChartPlan] = [("Loss", "loss", [training, held_out_losses(run)]), *mixed, *main]
     if run.learns_from_rewards:
         plans = [*main, ("Loss of the update, near 0 by construction", "update_loss", [training])]
     return draw(run, [plan for plan in plans if any(value for curve in plan[2] for _, value in curve.points)])
 
 
-def _read_held_out_losses(run: RunFiles) -> Curve:
-    """Held-out losses over the steps, that of the untrained model at step 0 included."""
+def held_out_losses(run: RunFiles) -> Curve:
+    """Return held-out losses over the steps, that of the untrained model at step 0 included."""
     points = dict(run.curve("loss"))
     # Before and after, a sliding window measures documents otherwise than while training.
     if "perplexity" not in run.evals:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +17,9 @@ from sftplay.config.keys import REMOVED_KEYS, RENAMED_KEYS
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import is_marked, list_checkpoints
+from sftplay.launch.cost import last_write_s, sum_attempts, with_ends
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.figures import as_number
+from sftplay.report.figures import as_number, as_size
 from sftplay.report.history import History, read_history
 from sftplay.tasks import TASKS, TaskRow
 
@@ -107,6 +110,20 @@ class RunFiles:
         """The attempts of status.json, oldest first."""
         return mappings(self.status.get("attempts"))
 
+    @cached_property
+    def spent(self) -> tuple[float | None, float | None]:
+        """Seconds and cost of all attempts; None where they are not known.
+
+        A run of an older release, which kept no times, has the seconds of its last attempt, or else of its logged
+        steps, and no cost.
+        """
+        end_s = time.time() if self.is_held else last_write_s(self.folder)
+        known = sum_attempts(with_ends(self.attempts, end_s=end_s))
+        if known[0] is not None:
+            return known
+        seconds = as_size(self.status.get("train_seconds")) if len(self.attempts) == 1 else None
+        return self.history.seconds if seconds is None else seconds, None
+
     @property
     def resumed(self) -> list[float]:
         """The steps after which the run was resumed."""
@@ -115,10 +132,10 @@ class RunFiles:
 
     @property
     def state(self) -> str:
-        """running, done, stopped or failed; interrupted when no process is left of a running one; else unknown."""
+        """running, done, stopped or failed; died when no process is left of a running one; else unknown."""
         state = self.status.get("state")
         if state == "running" and not self.is_held:
-            return "interrupted"
+            return "died"
         return state if isinstance(state, str) and state else "unknown"
 
     @property

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import textwrap
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,7 +78,10 @@ def run_workers(
     restarts, max_restarts = 0, cfg.cluster.max_restarts
     while True:
         write_text(folder.path / "launch.txt", command.as_text() + "\n")
-        folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
+        started = round(time.time(), 3)
+        folder.update_status(
+            state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None, started=started
+        )
         log.say("starting the worker")
         exit_code = follow(command, folder, check_nodes=check_nodes)
         error = folder.read_json("status.json").get("error") or {}
