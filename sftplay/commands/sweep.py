@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sftplay import log
-from sftplay.config.data import held_out_share
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
@@ -37,17 +36,19 @@ def sweep(args: Namespace) -> int:
     rows, best = work.publish(), None
     if code == 0:
         best = work.best(rows)
-    from sftplay.report.sweep import show_table, write_page
+    from sftplay.report.sweep import build_table, describe_savings, write_page
 
-    page = write_page(work.folder, rows, space=space, best=best)
+    page = write_page(work.folder, rows, metric=space.metrics[0], is_less_better=space.is_less_better)
     if args.json:
         answer = {"sweep": str(work.folder), "trials": rows, "best": best, "report": str(page)}
         print(json.dumps({**answer, "best_config": str(work.folder / BEST) if best else None}, ensure_ascii=False))
     else:
-        log.show(show_table(rows, space=space))
+        log.show(build_table(rows, metric=space.metrics[0], is_less_better=space.is_less_better).format())
+        if savings := describe_savings(rows):
+            log.say(savings, "sweep")
     if code:
         log.say("stopped; the same command goes on", "sweep")
-    elif best is None and not any(row["state"] in ("running", "stopped") for row in rows):
+    elif best is None and not any(row["state"] in ("running", "waiting", "stopped") for row in rows):
         what = f"none of {len(rows)} trials has a figure; the first: {rows[0]['cause']}"
         raise RunError(what, where=str(work.folder), fix="change the config or the values, and choose another NAME=")
     else:

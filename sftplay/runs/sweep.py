@@ -43,15 +43,15 @@ from sftplay.launch.follow import find_echoes
 from sftplay.launch.processes import Death
 from sftplay.launch.run_folder import RunFolder, name_taken
 from sftplay.machine.probe import probe, usable_cores
-from sftplay.report.figures import as_number, find_name, format_figure
+from sftplay.report.figures import as_number
 from sftplay.runs.sweep_space import Space
 from sftplay.signals import STOP_SIGNALS, TiedPopen, catch_signals
 
 JOURNAL, LOCK, TRIALS, BEST = "journal.log", ".lock", "trials.jsonl", "best.yaml"
-NAME = "sweep"  # of optuna's study
+NAME, RUNG = "sweep", "rung "  # of optuna's study; before the share of a run, in the attributes of its trials
 POLL_S = 0.1
 STARTS_ELSEWHERE_S = 60.0  # how long the lock of a trial's run may outlive the process that has started it
-DEATHS = 2  # so many without a new checkpoint between them end a trial
+DEATHS = 5  # so many without a new checkpoint between them end a trial
 REFUSED = (ConfigError.exit_code, MachineError.exit_code)
 STOPPED = tuple(128 + number for number in STOP_SIGNALS)
 
@@ -82,10 +82,10 @@ class ActiveTrial:
 
     process: subprocess.Popen[Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    seen: float = -1.0  # the last evaluation that was noted
-    rung: float | None = None
-    figure: float | None = None
-    pruned: str = ""  # why it is stopped early
+    seen: int = 0  # the step of the last evaluation that was noted
+    verdict: str | None = ""
+    """Empty while the trial goes on; None where it waits at a rung for others; else why it is pruned."""
+
     is_signalled: bool = False
     deaths: int = 0
     step: int = 0  # the last checkpoint's when a process has died
@@ -153,7 +153,7 @@ class Sweep:
                         trial.environment = free.pop()
                         active.append(trial)
                         self._start(trial)
-                    if not active:
+                    if not active and (self.received or not self._waits_for_others()):
                         break
                     self._show(active)
                     time.sleep(POLL_S)
@@ -213,10 +213,11 @@ class Sweep:
         while True:
             with locked(self.folder / LOCK):
                 trials = self.study.get_trials(deepcopy=False)
-                left = (trial.number for trial in trials if trial.state == TrialState.RUNNING)
-                number, held = next(((n, held) for n in left if (held := self._hold(n))), (len(trials), None))
+                left = [trial.number for trial in trials if trial.state == TrialState.RUNNING]
+                ready = (n for n in left if self._decide(n) is not None)
+                number, held = next(((n, held) for n in ready if (held := self._hold(n))), (len(trials), None))
                 if held is None:
-                    if number >= self.space.n_trials:
+                    if number >= self.space.n_trials or min(left, default=number) < self.space.cohort(number).start:
                         return None
                     folder = self.run_folder(number)
                     if folder.resolved.exists():
@@ -232,7 +233,13 @@ class Sweep:
                 trial = ActiveTrial(number, self.base, self.run_folder(number), held)
                 self._finish(trial, "refused", cause=str(error).split("\n", 1)[0], run=None)
                 continue
-            return ActiveTrial(number, cfg, RunFolder(Path(cfg.output_dir) / name), held)
+            return ActiveTrial(number, cfg, self.run_folder(number), held, verdict=self._decide(number))
+
+    def _waits_for_others(self) -> bool:
+        """Whether trials run elsewhere whose figures decide which of those that wait here go on."""
+        return bool(self.space.halving) and any(
+            not trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False)
+        )
 
     def _add(self, number: int, history: list[FrozenTrial]) -> None:
         params = self.space.draw(number, history, seed=self.base.seed)
@@ -258,15 +265,16 @@ class Sweep:
 
     def _start(self, trial: ActiveTrial) -> None:
         """Start the run of a trial, or let it go on from its last checkpoint."""
-        self._observe(trial)
         deadline = time.monotonic() + STARTS_ELSEWHERE_S
-        while is_locked(trial.folder.path / ".lock"):  # by what a killed process had started, which dies with it
+        # What a killed process had started dies with it, a moment later.
+        while trial.verdict == "" and is_locked(trial.folder.path / ".lock"):
             if self.received:
                 return
             if time.monotonic() > deadline:
                 raise RunError("still runs elsewhere", where=str(trial.folder.path), fix="wait for its end, or stop it")
             time.sleep(POLL_S)
-        if trial.pruned:
+        self._observe(trial)
+        if trial.verdict != "":
             return
         values = self._describe(trial.number)
         log.say(f"trial {trial.number} (of {self.space.n_trials}): {values}", "sweep")
@@ -286,11 +294,10 @@ class Sweep:
     def _watch(self, trial: ActiveTrial) -> bool:
         """Note what is new of a trial, and stop it where that is due; return whether nothing is left to do."""
         has_ended = trial.process is None or trial.process.poll() is not None
-        if not trial.pruned:
-            self._observe(trial)
+        self._observe(trial)
         if has_ended:
             return self._settle(trial)
-        if (trial.pruned or self.received) and not trial.is_signalled and trial.process:
+        if (trial.verdict != "" or self.received) and not trial.is_signalled and trial.process:
             trial.is_signalled = True
             trial.process.send_signal(self.received[0] if self.received else signal.SIGTERM)
         return False
@@ -299,35 +306,48 @@ class Sweep:
         """Put new evaluations into the journal; decide at each rung whether the trial goes on."""
         steps = as_number(read_object(trial.folder.path / "manifest.json").get("steps"))
         for step, figure in read_evaluations(trial.folder, self.space.metrics):
-            if step <= trial.seen or not steps:
+            if trial.verdict != "" or not steps:
+                return
+            if step <= trial.seen:
                 continue
             trial.seen = step
             self.storage.set_trial_intermediate_value(self._id(trial.number), step, figure)
-            rung = max((share for share in self.space.rungs if share <= step / steps < 1), default=None)
-            if rung is not None and rung != trial.rung:
-                trial.rung = rung
-                if cause := self._compare(trial.number, figure, rung=rung):
-                    trial.pruned, trial.figure = cause, figure
-                    return
+            known = self.study.get_trials(deepcopy=False)[trial.number].user_attrs
+            for rung in self.space.rungs:
+                if rung <= step / steps < 1 and _key(rung) not in known:
+                    self.storage.set_trial_user_attr(self._id(trial.number), _key(rung), figure)
+            trial.verdict = self._decide(trial.number)
 
-    def _compare(self, number: int, figure: float, *, rung: float) -> str:
-        """Why a trial is stopped at a rung; empty where it goes on.
+    def _decide(self, number: int) -> str | None:
+        """Return whether a trial goes on: as `ActiveTrial.verdict`.
 
-        It goes on where it is among the best 1/n that have come so far (ASHA, Li et al. 2020, arXiv:1810.05934). While
-        there are fewer than n, only the best one does.
+        Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943): when the whole cohort has come to a rung,
+        the best 1/n go on. optuna's pruner decides by the trials that happen to have come before: in an order from
+        worst to best it stops none, and a killed trial would be compared with others than before.
         """
-        key = f"rung {rung:.4g}"
-        self.storage.set_trial_user_attr(self._id(number), key, figure)
-        sign = 1 if self.space.is_less_better else -1
-        trials = self.study.get_trials(deepcopy=False)
-        others = [t.user_attrs[key] for t in trials if t.number != number and key in t.user_attrs]
-        ranked = sorted(sign * value for value in [*others, figure] if math.isfinite(value))
-        kept = max(1, (len(others) + 1) // self.space.halving)
-        if math.isfinite(figure) and sign * figure <= ranked[:kept][-1]:
-            return ""
-        metric = self.space.metrics[0]
-        shown = f"{find_name(metric)} {format_figure(metric, figure)} at 1/{round(1 / rung)} of the run"
-        return f"{shown}: not among the best {kept} of {len(others) + 1} so far"
+        trials, sign = self.study.get_trials(deepcopy=False), 1 if self.space.is_less_better else -1
+        rivals = [*self.space.cohort(number)]
+        for rung in self.space.rungs:
+            key = _key(rung)
+            if key not in trials[number].user_attrs:
+                return ""
+            if rivals[-1] >= len(trials):
+                return None
+            if any(not trials[n].state.is_finished() and key not in trials[n].user_attrs for n in rivals):
+                return None
+            figures = {n: trials[n].user_attrs[key] for n in rivals if key in trials[n].user_attrs}
+            ranked = sorted((n for n in figures if math.isfinite(figures[n])), key=lambda n: (sign * figures[n], n))
+            kept = ranked[: max(1, len(figures) // self.space.halving)]
+            if number not in kept:
+                shown = f"{self.space.describe(figures[number])} at 1/{round(1 / rung)} of the run"
+                return f"{shown}: not among the best {len(kept)} of {len(figures)}"
+            rivals = sorted(kept)
+        return ""
+
+    def _figures(self, number: int) -> list[float]:
+        """The figures of a trial at its rungs."""
+        known = self.study.get_trials(deepcopy=False)[number].user_attrs
+        return [known[_key(rung)] for rung in self.space.rungs if _key(rung) in known]
 
     def _settle(self, trial: ActiveTrial) -> bool:
         """Record how a trial has ended, or start it again where its process died; return whether it is settled."""
@@ -335,8 +355,12 @@ class Sweep:
         answer = read_object(self.trials / f"trial-{trial.number:03}.json")
         error = answer.get("error") or {}
         cause = ": ".join(str(error[key]).split("\n", 1)[0] for key in ("where", "what") if error.get(key))
-        if trial.pruned:
-            self._finish(trial, "pruned", figure=trial.figure, cause=trial.pruned)
+        if trial.verdict:
+            self._finish(trial, "pruned", figure=self._figures(trial.number)[-1], cause=trial.verdict)
+        elif trial.verdict is None:
+            trial.held.close()
+            shown = self.space.describe(self._figures(trial.number)[-1])
+            log.say(f"trial {trial.number} waits for the others: {shown}", "sweep")
         elif code == 0:
             figure = self._final_figure(trial)
             self._finish(trial, "done", figure=figure)
@@ -393,14 +417,13 @@ class Sweep:
         figure = result["figure"]
         if state == "done" and not math.isfinite(figure):
             state = result["state"] = "failed"
-            result |= {"figure": None, "cause": f"its {find_name(self.space.metrics[0])} is not finite"}
+            result |= {"figure": None, "cause": self.space.describe(figure)}
         told = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(state, TrialState.FAIL)
         with locked(self.folder / LOCK):
             self.storage.set_trial_user_attr(self._id(trial.number), "result", result)
             self.study.tell(trial.number, figure if state == "done" else None, state=told)
         trial.held.close()
-        text = f"{find_name(self.space.metrics[0])} {format_figure(self.space.metrics[0], result['figure'])}"
-        log.say(f"trial {trial.number} {state}: {result['cause'] or text}", "sweep")
+        log.say(f"trial {trial.number} {state}: {result['cause'] or self.space.describe(figure)}", "sweep")
         self.publish()
 
     def _stop(self, active: list[ActiveTrial]) -> None:
@@ -419,7 +442,7 @@ class Sweep:
     def _show(self, active: list[ActiveTrial]) -> None:
         n_done = sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
         steps = [f"trial {trial.number} at step {trial.seen:.0f}" for trial in active if trial.seen > 0]
-        log.progress(n_done, self.space.n_trials, what="trial", text=", ".join(steps), tag="sweep")
+        log.progress(n_done, self.space.n_trials, what="done", text=", ".join(steps), tag="sweep")
 
     def _describe(self, number: int) -> str:
         return ", ".join(f"{key}={flow(value)}" for key, value in self._values(number).items())
@@ -433,8 +456,19 @@ class Sweep:
         rows = []
         for trial in self.study.get_trials(deepcopy=False):
             state = "running" if is_locked(self._lock(trial.number)) else "stopped"
-            facts = {"state": state, "figure": None, "run": str(self.run_folder(trial.number).path), "cause": ""}
-            facts |= {"step": None, "steps": None, **trial.user_attrs.get("result", {})}
+            if state == "stopped" and self._decide(trial.number) is None:
+                state = "waiting"
+            run = str(self.run_folder(trial.number).path)
+            facts: dict[str, Any] = {
+                "state": state,
+                "figure": None,
+                "run": run,
+                "cause": "",
+                "step": None,
+                "steps": None,
+            }
+            facts |= trial.user_attrs.get("result", {})
+            facts["compared"] = {k.removeprefix(RUNG): v for k, v in trial.user_attrs.items() if k.startswith(RUNG)}
             first = {"number": trial.number, "state": facts.pop("state"), "params": self._values(trial.number)}
             rows.append({**first, **facts})
         return rows
@@ -453,11 +487,9 @@ class Sweep:
                 params = self.study.get_trials(deepcopy=False)[best["number"]].params
                 name = f"{self.name}-best"
                 cfg = self.space.configure(self.base, params, run_name=name)
-                metric, path = self.space.metrics[0], self.folder / BEST
-                shown = f"{find_name(metric)} {format_figure(metric, best['figure'])}"
+                path, shown = self.folder / BEST, self.space.describe(best["figure"])
                 head = f"The best of {len(rows)} trials of the sweep {self.name}, number {best['number']}: {shown}."
-                text = _with_comment(dump_given(cfg), f"{head}\n# Train it again: make train CONFIG={path}")
-                write_text(path, text)
+                write_text(path, _with_comment(dump_given(cfg), f"{head}\n# Train it again: make train CONFIG={path}"))
         return rows
 
 
@@ -470,6 +502,10 @@ def read_evaluations(folder: RunFolder, metrics: tuple[str, ...]) -> list[tuple[
         if number.isdecimal() and int(number) and value is not None:
             found.append((int(number), value))
     return sorted(found)
+
+
+def _key(rung: float) -> str:
+    return f"{RUNG}{rung:.4g}"
 
 
 def _with_comment(text: str, comment: str) -> str:

@@ -22,7 +22,7 @@ from sftplay.config.rules import broken_rules
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Positive, Section
 from sftplay.errors import ConfigError, ConfigErrors, nearest_names
-from sftplay.report.figures import LESS_IS_BETTER
+from sftplay.report.figures import LESS_IS_BETTER, find_name, format_figure
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -119,7 +119,13 @@ class Space:
 
     @property
     def is_less_better(self) -> bool:
+        """Whether the best trial has the lowest figure."""
         return self.metrics[0] in LESS_IS_BETTER
+
+    def describe(self, figure: object) -> str:
+        """Return a figure with its name, for people."""
+        name = "held-out loss" if self.metrics[0] == "loss" else find_name(self.metrics[0])
+        return f"{name} {format_figure(self.metrics[0], figure)}"
 
     @property
     def rungs(self) -> list[float]:
@@ -128,6 +134,15 @@ class Space:
             return []
         depth = max(1, int(math.log(9, self.halving)))
         return [self.halving**-power for power in range(depth, 0, -1)]
+
+    def cohort(self, number: int) -> range:
+        """Return the numbers of the trials that a trial is compared with, itself among them.
+
+        tpe learns from the cohorts before; the values of grid and random are known from the start.
+        """
+        size = RANDOM_TRIALS if self.halving and self.sampler == "tpe" else self.n_trials
+        start = number // size * size
+        return range(start, min(start + size, self.n_trials))
 
     def identity(self) -> dict[str, Any]:
         """Return what two starts of one sweep must have in common, as flat JSON."""
@@ -147,8 +162,7 @@ class Space:
             points = itertools.product(*(axis.choices for axis in self.axes))
             point = next(itertools.islice(points, number, None))
             return {axis.key: flow(value) for axis, value in zip(self.axes, point, strict=True)}
-        digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
-        own_seed = int.from_bytes(digest[:4], "big")
+        own_seed = int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:4], "big")
         sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=own_seed)
         if self.sampler == "tpe":
             # Trials that run elsewhere count as bad ones, so that two machines do not try the same point.
