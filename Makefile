@@ -6,8 +6,8 @@ PY ?= .venv/bin/python
 UNSLOTH_PY ?= .venv-unsloth/bin/python
 
 override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
-  GRES IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
-  NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPLIT STYLE SUBSAMPLE \
+  GRES GRID HALVING IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NAME NNODES NODE_RANK NODES \
+  NPROC OUT PARALLEL PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPACE SPLIT STYLE SUBSAMPLE \
   TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
 # A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
@@ -64,7 +64,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments goals "$$TYPED_GOALS"
 
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
-  train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
+  train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume sweep plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
@@ -139,6 +139,9 @@ train-unsloth-tb: $(UNSLOTH_READY) ## the same with TensorBoard
 	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train --tb $(WHICH) $(SCALE) tuning.backend=unsloth logging.backend=tensorboard $(WORDS)
 resume: $(READY) ## continue a run from its newest complete checkpoint: CONFIG= (RUN=)
 	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(WORDS)
+sweep: $(READY) ## the best of many values: CONFIG= GRID="a.b=1,2 c.d=x,y" or SPACE=space.yaml (NAME=, PARALLEL=2, HALVING=2, NPROC=, JSON=1)
+	@$(SFTPLAY) sweep $(WHICH) $(call flag,--grid,GRID) $(call flag,--space,SPACE) $(call flag,--name,NAME) \
+	  $(call flag,--parallel,PARALLEL) $(call flag,--halving,HALVING) $(call flag,--nproc,NPROC) $(JSONFLAG) $(WORDS)
 
 ##@ scale
 setup-accelerate: $(READY) ## write an accelerate config for this machine (OUT=, INTERACTIVE=1 asks you)

@@ -89,11 +89,11 @@ def _list_figures(rows: Sequence[Row]) -> list[tuple[dict[str, Any], float]]:
 
 
 def _group(values: Sequence[Any], figures: Sequence[float]) -> list[list[float]]:
-    """The figures by value; by thirds of the sorted values where there are as many values as trials of a range."""
+    """The figures by value; by thirds of the sorted values where most trials have another one, as of a range."""
     by_value: dict[str, list[float]] = {}
     for value, figure in zip(values, figures, strict=True):
         by_value.setdefault(flow(value), []).append(figure)
-    if len(by_value) <= len(values) / 2 or not all(isinstance(value, int | float) for value in values):
+    if len(by_value) <= max(GROUPS, len(values) / 2) or not all(isinstance(value, int | float) for value in values):
         return list(by_value.values())
     ranked = [figure for _, figure in sorted(zip(values, figures, strict=True), key=lambda pair: float(pair[0]))]
     size = math.ceil(len(ranked) / GROUPS)

@@ -165,14 +165,14 @@ class Space:
         own_seed = int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:4], "big")
         sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=own_seed)
         if self.sampler == "tpe":
-            # Trials that run elsewhere count as bad ones, so that two machines do not try the same point.
-            sampler = optuna.samplers.TPESampler(seed=own_seed, n_startup_trials=RANDOM_TRIALS, constant_liar=True)
+            sampler = optuna.samplers.TPESampler(seed=own_seed, n_startup_trials=RANDOM_TRIALS)
         study = optuna.create_study(direction="minimize" if self.is_less_better else "maximize", sampler=sampler)
         study.add_trials(history)
         params = study.ask(distributions).params
         for axis in self.axes:
-            if axis.span and not axis.is_whole and axis.span.step is None:  # four figures are enough, and can be read
-                params[axis.key] = min(max(float(f"{params[axis.key]:.4g}"), axis.span.low), axis.span.high)
+            if axis.span and not axis.is_whole:  # so many figures are enough, and can be read
+                digits = 4 if axis.span.step is None else 10
+                params[axis.key] = min(max(float(f"{params[axis.key]:.{digits}g}"), axis.span.low), axis.span.high)
         return params
 
     def configure(self, base: RunConfig, params: dict[str, Any], *, run_name: str) -> RunConfig:
@@ -304,11 +304,16 @@ def _read_file(path: Path) -> tuple[SpaceFile, list[Axis]]:
             )
         if span.log and (span.low <= 0 or span.step is not None):
             problems.append(ConfigError("log goes with a low above 0, and without step", where=where, fix="remove log"))
-        if span.step is not None and span.step <= 0:
-            problems.append(ConfigError(f"step {span.step:g} is not above 0", where=where, fix="remove it"))
+        if span.step is not None and not (span.step > 0 and _divides(span.step, span.high - span.low)):
+            what = f"step {span.step:g} does not lead from low {span.low:g} to high {span.high:g}"
+            problems.append(ConfigError(what, where=where, fix="choose high = low + n * step"))
     if problems:
         raise ConfigErrors(problems)
     return given, axes
+
+
+def _divides(step: float, length: float) -> bool:
+    return abs(length / step - round(length / step)) < 1e-9
 
 
 def _check(axes: Sequence[Axis], config: str, overrides: Sequence[str]) -> None:
