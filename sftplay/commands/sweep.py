@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sftplay import log
+from sftplay.config.data import has_held_out
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
@@ -62,6 +63,10 @@ def _check(base: RunConfig, name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}", name):
         fix = "use letters, digits, `_`, `.` and `-`"
         raise ConfigError(f"{name!r} cannot be the name of a sweep", where="--name", fix=fix)
+    if not has_held_out(base) and not base.task.measures_training_rows:
+        where = f"{base.origins.get('data.split', '')} data.split".strip()
+        what = "holds out nothing, and trials compare by what is held out"
+        raise ConfigError(what, where=where, fix="give data.val_path, or a data.split above 0")
     if base.train.resume not in ("never", "auto"):
         where = f"{base.origins.get('train.resume', '')} train.resume".strip()
         raise ConfigError("each trial of a sweep starts anew", where=where, fix="remove it")

@@ -418,10 +418,10 @@ class Sweep:
         if state == "done" and not math.isfinite(figure):
             state = result["state"] = "failed"
             result |= {"figure": None, "cause": self.space.describe(figure)}
-        told = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(state, TrialState.FAIL)
+        final = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(state, TrialState.FAIL)
         with locked(self.folder / LOCK):
             self.storage.set_trial_user_attr(self._id(trial.number), "result", result)
-            self.study.tell(trial.number, figure if state == "done" else None, state=told)
+            self.study.tell(trial.number, figure if state == "done" else None, state=final)
         trial.held.close()
         log.say(f"trial {trial.number} {state}: {result['cause'] or self.space.describe(figure)}", "sweep")
         self.publish()

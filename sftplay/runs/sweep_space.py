@@ -211,6 +211,11 @@ def read_space(args: Any, base: RunConfig) -> Space:
         raise ConfigError(f"required by sampler {given.sampler}, but not given", where=f"{args.space} trials", fix=fix)
     metrics = (given.metric,) if given.metric else _find_metrics(base)
     halving = args.halving or given.halving or 0
+    measured = base.train.eval_steps or (base.train.max_steps is None and base.train.epochs >= 9)
+    if halving and not measured and not any(axis.key == "train.eval_steps" for axis in axes):
+        what = "is not set, and halving compares trials from an eighth of their steps on"
+        fix = "set it to an eighth of the steps, or less"
+        raise ConfigError(what, where=f"{args.config} train.eval_steps", fix=fix)
     return Space(tuple(axes), given.sampler, n_trials, metrics, halving)
 
 
@@ -218,7 +223,8 @@ def _find_metrics(cfg: RunConfig) -> tuple[str, ...]:
     """The figure that the task compares evaluations by."""
     if cfg.train.best_metric:
         return (cfg.train.best_metric,)
-    return (*cfg.task.best_metrics, *(key for key, _ in cfg.task.headlines)) or ("exact_accuracy",)
+    found = dict.fromkeys([*cfg.task.best_metrics, *(key for key, _ in cfg.task.headlines)])
+    return tuple(found) or ("exact_accuracy",)
 
 
 def _read_grid(text: str) -> tuple[SpaceFile, list[Axis]]:

@@ -85,7 +85,7 @@ class Home:
         self.root, self.config = root, root / "run.yaml"
         values = {
             "seed": 7, "output_dir": str(root / "outputs"), "model": {"name": "builtin:tiny"},
-            "train": {"max_steps": 8, "batch_size": 4, "effective_batch_size": 8},
+            "train": {"max_steps": 8, "eval_steps": 1, "batch_size": 4, "effective_batch_size": 8},
             "data": {"train_path": str(root / "rows.jsonl"), "processed_dir": str(root / "processed")},
         }  # fmt: skip
         self.config.write_text(json.dumps(values, indent=1))
@@ -520,7 +520,15 @@ def test_a_sweep_without_any_figure_ends_with_5_and_one_without_optuna_with_3(ho
     assert "none of 1 trials has a figure; the first: somewhere: no such thing" in capsys.readouterr().err
     assert main([*words, "--name", "a/b"]) == 2
     assert main([*words, "train.resume=outputs/x/checkpoints/checkpoint-3"]) == 2
-    capsys.readouterr()
+    assert main([*words, "data.split=0", "train.eval_steps=null"]) == 2
+    assert main([*words, "--halving", "2", "train.eval_steps=null"]) == 2
+    refusals = [line for line in capsys.readouterr().err.splitlines() if "fix:" not in line]
+    assert refusals[-4:] == [
+        "--name: 'a/b' cannot be the name of a sweep",
+        "command line train.resume: each trial of a sweep starts anew",
+        "command line data.split: holds out nothing, and trials compare by what is held out",
+        f"{home.config} train.eval_steps: is not set, and halving compares trials from an eighth of their steps on",
+    ]
     monkeypatch.setattr("sftplay.commands.sweep.find_spec", lambda name: None)
     assert main(words) == 3
     assert "make install EXTRAS=sweep" in capsys.readouterr().err
@@ -570,7 +578,7 @@ def test_the_task_says_by_which_figure_trials_compare(home):
     assert (read_space(args, base).metrics, read_space(args, base).is_less_better) == (("loss",), True)
     for task, metrics in {
         "grpo": ("pass", "reward"),
-        "score": ("acc_t2", "acc_t2", "acc_t1"),
+        "score": ("acc_t2", "acc_t1"),
         "hrm": ("exact_accuracy",),
     }.items():
         cfg = base.model_copy(update={"task_mode": task})
