@@ -24,21 +24,14 @@ from typing import Any
 import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState, create_trial
 
 from sftplay import log
 from sftplay.atomic import is_locked, locked, read_object, write_text
 from sftplay.config.keys import OTHER_ROWS, differences, values_that_decide_weights
 from sftplay.config.resolved import dump_given, flow
 from sftplay.config.run import RunConfig
-from sftplay.errors import (
-    ConfigError,
-    ConfigErrors,
-    DataError,
-    MachineError,
-    RunError,
-    SftplayError,
-)
+from sftplay.errors import ConfigError, ConfigErrors, DataError, MachineError, RunError, SftplayError
 from sftplay.launch.follow import find_echoes
 from sftplay.launch.processes import Death
 from sftplay.launch.run_folder import RunFolder, name_taken
@@ -121,22 +114,17 @@ class Sweep:
         if not known:
             self.study.set_user_attr("sweep", {"config": config, "space": space})
             return
-        swept = {key: f"sweep: {key}" for key in space}
-        before, after = ({swept[k]: v for k, v in side.items() if k in swept} for side in (known["space"], space))
-        changed = [(f"sweep: {key}", value, None) for key, value in known["space"].items() if key not in space]
-        changed += [(key, before.get(key), value) for key, value in after.items() if before.get(key) != value]
-        changed += differences(known["config"], config)
+        changed = [(f"sweep: {key}", known["space"].get(key), space.get(key)) for key in known["space"] | space]
         # Rows that are only measured on decide the figures.
-        rows = [(key, known["config"].get(key), config.get(key)) for key in OTHER_ROWS]
-        changed += [row for row in rows if row[1] != row[2] and row not in changed]
-        if changed:
-            fix = f"choose another NAME=, or give what {self.name} was started with"
-            raise ConfigErrors(
-                [
-                    ConfigError(f"was {flow(old)} and is {flow(new)} now", where=f"{self.folder} {key}", fix=fix)
-                    for key, old, new in changed
-                ]
-            )
+        changed += [(key, known["config"].get(key), config.get(key)) for key in OTHER_ROWS]
+        changed += [row for row in differences(known["config"], config) if row[0] not in OTHER_ROWS]
+        fix = f"choose another NAME=, or give what {self.name} was started with"
+        if problems := [
+            ConfigError(f"was {flow(old)} and is {flow(new)} now", where=f"{self.folder} {key}", fix=fix)
+            for key, old, new in changed
+            if old != new
+        ]:
+            raise ConfigErrors(problems)
 
     def run(self) -> int:
         """Work on the sweep until no trial is left to take; return 0, or the code of the stop signal that came.
@@ -222,8 +210,10 @@ class Sweep:
                     folder = self.run_folder(number)
                     if folder.resolved.exists():
                         raise name_taken(folder.name, str(folder.path))
-                    held = self._hold(number)
-                    self._add(number, trials)
+                    held, params = self._hold(number), self.space.draw(number, trials, seed=self.base.seed)
+                    given = {axis.key: axis.distribution() for axis in self.space.axes}
+                    new = create_trial(state=TrialState.RUNNING, params=params, distributions=given)
+                    self.study.add_trial(new)
                 params = self.study.get_trials(deepcopy=False)[number].params
             assert held is not None
             name = self.run_folder(number).name
@@ -237,16 +227,8 @@ class Sweep:
 
     def _waits_for_others(self) -> bool:
         """Whether trials run elsewhere whose figures decide which of those that wait here go on."""
-        return bool(self.space.halving) and any(
-            not trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False)
-        )
-
-    def _add(self, number: int, history: list[FrozenTrial]) -> None:
-        params = self.space.draw(number, history, seed=self.base.seed)
-        distributions = {axis.key: axis.distribution() for axis in self.space.axes}
-        self.study.add_trial(
-            optuna.trial.create_trial(state=TrialState.RUNNING, params=params, distributions=distributions)
-        )
+        trials = self.study.get_trials(deepcopy=False) if self.space.halving else []
+        return any(not trial.state.is_finished() for trial in trials)
 
     def _hold(self, number: int) -> ExitStack | None:
         """The lock of a trial; None where somebody has it."""
@@ -279,9 +261,8 @@ class Sweep:
         values = self._describe(trial.number)
         log.say(f"trial {trial.number} (of {self.space.n_trials}): {values}", "sweep")
         base, config = self.trials / f"trial-{trial.number:03}", self.trials / f"trial-{trial.number:03}.yaml"
-        write_text(
-            config, _with_comment(dump_given(trial.cfg), f"Trial {trial.number} of the sweep {self.name}: {values}")
-        )
+        head = f"Trial {trial.number} of the sweep {self.name}: {values}"
+        write_text(config, _with_comment(dump_given(trial.cfg), head))
         argv = [sys.executable, "-m", "sftplay", "train", "--json", "--config", str(config), "train.resume=auto"]
         argv += ["--nproc", str(self.args.nproc)] if self.args.nproc else []
         environment = {**os.environ, **trial.environment}
@@ -362,8 +343,7 @@ class Sweep:
             shown = self.space.describe(self._figures(trial.number)[-1])
             log.say(f"trial {trial.number} waits for the others: {shown}", "sweep")
         elif code == 0:
-            figure = self._final_figure(trial)
-            self._finish(trial, "done", figure=figure)
+            self._finish(trial, "done", figure=self._final_figure(trial))
         elif self.received:
             trial.held.close()
         elif code in REFUSED:
@@ -386,10 +366,7 @@ class Sweep:
             self.received.append(code - 128)
             log.say(f"trial {trial.number} was stopped from outside, so the sweep stops too", "sweep")
         else:
-            kinds: dict[int, type[SftplayError]] = {
-                SftplayError.exit_code: SftplayError,
-                DataError.exit_code: DataError,
-            }
+            kinds: dict[int, type[SftplayError]] = {kind.exit_code: kind for kind in (SftplayError, DataError)}
             where = f"trial {trial.number} ({self.trials / f'trial-{trial.number:03}.log'})"
             fix = f"{error.get('fix') or 'read that file'}; the same command goes on with this trial"
             raise kinds.get(code, RunError)(cause or f"ended with code {code}", where=where, fix=fix)
@@ -398,12 +375,12 @@ class Sweep:
     def _final_figure(self, trial: ActiveTrial) -> float:
         """The figure of the weights that the run has kept."""
         found = [figure for _, figure in read_evaluations(trial.folder, self.space.metrics)]
-        if not found:
+        if not found and not self.space.halving:
             after = read_object(trial.folder.eval / "after.json")
             found = [value for key in self.space.metrics if (value := as_number(after.get(key))) is not None]
         if not found:
             what = f"the run has ended and never measured {' or '.join(self.space.metrics)}"
-            fix = "set train.eval_steps, or eval.after=true; then choose another NAME="
+            fix = "set train.eval_steps, or without halving eval.after=true; then choose another NAME="
             raise RunError(what, where=str(trial.folder.eval), fix=fix)
         keeps_best = trial.cfg.train.best_metric is not None or trial.cfg.train.early_stopping is not None
         best = min if self.space.is_less_better else max
@@ -459,18 +436,10 @@ class Sweep:
             if state == "stopped" and self._decide(trial.number) is None:
                 state = "waiting"
             run = str(self.run_folder(trial.number).path)
-            facts: dict[str, Any] = {
-                "state": state,
-                "figure": None,
-                "run": run,
-                "cause": "",
-                "step": None,
-                "steps": None,
-            }
-            facts |= trial.user_attrs.get("result", {})
-            facts["compared"] = {k.removeprefix(RUNG): v for k, v in trial.user_attrs.items() if k.startswith(RUNG)}
-            first = {"number": trial.number, "state": facts.pop("state"), "params": self._values(trial.number)}
-            rows.append({**first, **facts})
+            row = {"number": trial.number, "state": state, "params": self._values(trial.number), "figure": None}
+            row |= {"run": run, "cause": "", "step": None, "steps": None, **trial.user_attrs.get("result", {})}
+            row["compared"] = {k.removeprefix(RUNG): v for k, v in trial.user_attrs.items() if k.startswith(RUNG)}
+            rows.append(row)
         return rows
 
     def best(self, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -485,8 +454,7 @@ class Sweep:
             write_text(self.folder / TRIALS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             if best := self.best(rows):
                 params = self.study.get_trials(deepcopy=False)[best["number"]].params
-                name = f"{self.name}-best"
-                cfg = self.space.configure(self.base, params, run_name=name)
+                cfg = self.space.configure(self.base, params, run_name=f"{self.name}-best")
                 path, shown = self.folder / BEST, self.space.describe(best["figure"])
                 head = f"The best of {len(rows)} trials of the sweep {self.name}, number {best['number']}: {shown}."
                 write_text(path, _with_comment(dump_given(cfg), f"{head}\n# Train it again: make train CONFIG={path}"))

@@ -101,7 +101,7 @@ class Axis:
         return value if self.span else next(choice for choice in self.choices if flow(choice) == value)
 
     def as_json(self) -> Any:
-        return [flow(value) for value in self.choices] if self.span is None else self.span.model_dump()
+        return [*self.choices] if self.span is None else self.span.model_dump()
 
 
 @dataclass(frozen=True)
@@ -209,22 +209,16 @@ def read_space(args: Any, base: RunConfig) -> Space:
     if n_trials is None:
         fix = "write trials: 20"
         raise ConfigError(f"required by sampler {given.sampler}, but not given", where=f"{args.space} trials", fix=fix)
-    metrics = (given.metric,) if given.metric else _find_metrics(base)
+    found = [*base.task.best_metrics, *(key for key, _ in base.task.headlines)]
+    metrics = [given.metric or base.train.best_metric or ""]
+    metrics = metrics if metrics[0] else [*dict.fromkeys(found)] or ["exact_accuracy"]
     halving = args.halving or given.halving or 0
     measured = base.train.eval_steps or (base.train.max_steps is None and base.train.epochs >= 9)
     if halving and not measured and not any(axis.key == "train.eval_steps" for axis in axes):
         what = "is not set, and halving compares trials from an eighth of their steps on"
         fix = "set it to an eighth of the steps, or less"
         raise ConfigError(what, where=f"{args.config} train.eval_steps", fix=fix)
-    return Space(tuple(axes), given.sampler, n_trials, metrics, halving)
-
-
-def _find_metrics(cfg: RunConfig) -> tuple[str, ...]:
-    """The figure that the task compares evaluations by."""
-    if cfg.train.best_metric:
-        return (cfg.train.best_metric,)
-    found = dict.fromkeys([*cfg.task.best_metrics, *(key for key, _ in cfg.task.headlines)])
-    return tuple(found) or ("exact_accuracy",)
+    return Space(tuple(axes), given.sampler, n_trials, tuple(metrics), halving)
 
 
 def _read_grid(text: str) -> tuple[SpaceFile, list[Axis]]:
@@ -234,14 +228,9 @@ def _read_grid(text: str) -> tuple[SpaceFile, list[Axis]]:
         where, choices = f"{GRID} {key}", []
         for part in _split(values, ","):
             layer, found = layers.read_overrides([f"{key}{sign}{part}"])
-            if not found and not part.strip():
-                found = [
-                    layers.LocatedProblem(
-                        SourceLocation(0, 0, ""),
-                        ConfigError("has an empty value", fix="write null, or remove the comma"),
-                    )
-                ]
             problems += [ConfigError(error.what, where=where, fix=error.fix) for _, error in found]
+            if sign and not part.strip():
+                problems.append(ConfigError("has an empty value", where=where, fix="write null, or remove the comma"))
             value: Any = layer.values
             for name in key.split(".") if not found else ():
                 value = value[name]
@@ -305,9 +294,8 @@ def _read_file(path: Path) -> tuple[SpaceFile, list[Axis]]:
             continue
         axes.append(Axis(key, location, span=span))
         if not span.low < span.high:
-            problems.append(
-                ConfigError(f"low {span.low:g} is not below high {span.high:g}", where=where, fix="swap them")
-            )
+            what = f"low {span.low:g} is not below high {span.high:g}"
+            problems.append(ConfigError(what, where=where, fix="swap them"))
         if span.log and (span.low <= 0 or span.step is not None):
             problems.append(ConfigError("log goes with a low above 0, and without step", where=where, fix="remove log"))
         if span.step is not None and not (span.step > 0 and _divides(span.step, span.high - span.low)):
@@ -345,9 +333,7 @@ def _check(axes: Sequence[Axis], config: str, overrides: Sequence[str]) -> None:
                 problems |= {str(problem): problem for problem in here}
             if not taken and not here:
                 add(axis, "is no key with a value", "name one of docs/config.md")
-    if problems:
-        raise ConfigErrors(list(problems.values()))
-    for axis in axes:  # from here on the key is one of the config's
+    for axis in () if problems else axes:  # the key is one of the config's
         numbers = (axis.span.low, axis.span.high, axis.span.step or 1) if axis.span and axis.is_whole else ()
         if not all(float(number).is_integer() for number in numbers):
             add(axis, "takes whole numbers", "write low, high and step without fractions")

@@ -30,6 +30,9 @@ from sftplay.runs.sweep_space import read_space
 
 STAND_IN = r"""
 import json, os, re, signal, sys, time
+received = []
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, _: received.append(number))
 text = open(sys.argv[sys.argv.index("--config") + 1]).read()
 def read(key):
     return re.search(rf"^ *{key}: ([^ \n]+)", text, re.M)[1].strip('"')
@@ -47,9 +50,7 @@ with open(os.path.join(home, "starts.txt"), "a") as file:
 plan = json.load(open(os.path.join(home, "plan.json"))).get(name.rpartition("-")[2], {})
 write("config.resolved.yaml", {})
 write("manifest.json", {"steps": steps})
-step, received = 0, []
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda number, _: received.append(number))
+step = 0
 try:
     step = json.load(open(os.path.join(folder, "status.json")))["step"]
 except OSError:
@@ -343,7 +344,7 @@ def test_a_sweep_whose_space_or_config_differs_is_refused_and_more_trials_are_no
     texts = [f"{p.where}: {p.what}" for p in found.value.problems]
     folder = home.root / "outputs" / "sweeps" / "s"
     assert texts == [
-        f'{folder} sweep: train.learning_rate: was ["0.001", "0.002", "0.003", "0.004"] and is ["0.001"] now',
+        f"{folder} sweep: train.learning_rate: was [0.001, 0.002, 0.003, 0.004] and is [0.001] now",
         f"{folder} data.val_path: was null and is x.jsonl now",
         f"{folder} seed: was 7 and is 8 now",
     ]
