@@ -7,7 +7,7 @@ UNSLOTH_PY ?= .venv-unsloth/bin/python
 
 override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
   GRES GRID HALVING IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NAME NNODES NODE_RANK NODES \
-  NPROC OUT PARALLEL PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPACE SPLIT STYLE SUBSAMPLE \
+  NPROC OUT PARALLEL PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPACE SPLIT STYLE SUBMIT SUBSAMPLE \
   TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
 # A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
@@ -43,6 +43,9 @@ COUNT := $(call flag,--n,N)
 OUTPUT := $(call flag,--out,OUT)
 DRAW := $(call flag,--temperature,TEMPERATURE) $(call flag,--top-p,TOP_P) \
   $(call flag,--max-new-tokens,MAX_NEW_TOKENS) $(call flag,--seed,SEED)
+JOB := $(call flag,--nodes,NODES) $(call flag,--gpus-per-node,GPUS_PER_NODE) $(call flag,--gres,GRES) \
+  $(call flag,--time,TIME) $(call flag,--partition,PARTITION) $(call flag,--nproc,NPROC) $(call flag,--sbatch,SBATCH) \
+  $(call flag,--server-sbatch,SERVER_SBATCH) $(call flag,--setup,SETUP)
 JSONFLAG := $(call switch,--json,JSON)
 DEEPSPEED := $${TYPED_DEEPSPEED_CONFIG:+"cluster.deepspeed=$$TYPED_DEEPSPEED_CONFIG"}
 
@@ -139,9 +142,9 @@ train-unsloth-tb: $(UNSLOTH_READY) ## the same with TensorBoard
 	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train --tb $(WHICH) $(SCALE) tuning.backend=unsloth logging.backend=tensorboard $(WORDS)
 resume: $(READY) ## continue a run from its newest complete checkpoint: CONFIG= (RUN=)
 	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(WORDS)
-sweep: $(READY) ## the best of many values: CONFIG= GRID="a.b=1,2 c.d=x,y" or SPACE=space.yaml (NAME=, PARALLEL=2, HALVING=2, NPROC=, JSON=1)
+sweep: $(READY) ## the best of many values: CONFIG= GRID="a.b=1,2 c.d=x,y" or SPACE=space.yaml (NAME=, PARALLEL=2, HALVING=2, SUBMIT=1, JSON=1)
 	@$(SFTPLAY) sweep $(WHICH) $(call flag,--grid,GRID) $(call flag,--space,SPACE) $(call flag,--name,NAME) \
-	  $(call flag,--parallel,PARALLEL) $(call flag,--halving,HALVING) $(call flag,--nproc,NPROC) $(JSONFLAG) $(WORDS)
+	  $(call flag,--parallel,PARALLEL) $(call flag,--halving,HALVING) $(call switch,--submit,SUBMIT) $(JOB) $(JSONFLAG) $(WORDS)
 
 ##@ scale
 setup-accelerate: $(READY) ## write an accelerate config for this machine (OUT=, INTERACTIVE=1 asks you)
@@ -163,10 +166,7 @@ train-ray: $(READY) ## train on a cluster of Ray (RAY_ADDRESS), or on one of its
 	@$(SFTPLAY) train-ray $(WHICH) $(call flag,--workers,WORKERS) $(call switch,--dry-run,DRY_RUN) $(WORDS)
 
 submit: $(READY) ## queue a run as a SLURM job: CONFIG= (NODES=, GPUS_PER_NODE= or GRES=, TIME=, PARTITION=, DRY_RUN=1, JSON=1)
-	@$(SFTPLAY) submit $(WHICH) $(call flag,--nodes,NODES) $(call flag,--gpus-per-node,GPUS_PER_NODE) \
-	  $(call flag,--gres,GRES) $(call flag,--time,TIME) $(call flag,--partition,PARTITION) $(call flag,--nproc,NPROC) \
-	  $(call flag,--sbatch,SBATCH) $(call flag,--server-sbatch,SERVER_SBATCH) $(call flag,--setup,SETUP) \
-	  $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
+	@$(SFTPLAY) submit $(WHICH) $(JOB) $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
 status: $(READY) ## the SLURM job of a run, or of all runs: RUN= (CONFIG=, JSON=1)
 	@$(SFTPLAY) status $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 logs: $(READY) ## the last lines of a run's job: RUN= (N=50, WATCH=1)

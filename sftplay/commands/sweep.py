@@ -13,6 +13,7 @@ from sftplay.config.data import has_held_out
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.launch.slurm.request import JobRequest
 
 OTHER_FIGURES = ("data.", "datasets.", "model.name", "model.max_seq_len", "cpt.", "eval.")
 """Keys below these change what is held out, or its tokens."""
@@ -29,9 +30,15 @@ def sweep(args: Namespace) -> int:
     for axis in space.axes:
         if axis.key.startswith(OTHER_FIGURES):
             log.say(f"note: {axis.key} may change what is measured: figures of such trials may not compare", "sweep")
+    from sftplay.commands.slurm import read_request
     from sftplay.runs.sweep import BEST, Sweep
 
-    work = Sweep(args, base, space, name=name)
+    request = read_request(args)
+    if not args.submit and request != JobRequest(nproc=args.nproc):
+        what = "nodes, GPUs and options of jobs are given, and no trial is a job"
+        raise ConfigError(what, where="command line", fix="add --submit, or leave them out")
+    request.check()
+    work = Sweep(args, base, space, name=name, request=request if args.submit else None)
     log.say(f"sweep {work.folder}: {space.n_trials} trials, {space.sampler}", "sweep")
     code = work.run()
     rows, best = work.publish(), None

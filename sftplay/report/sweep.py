@@ -112,9 +112,8 @@ def write_page(folder: Path, rows: Sequence[Row], *, metric: str, is_less_better
     n = len(_list_figures(rows))
     fewest = FEW * max((count for _, _, count in shares), default=1)
     unsure = f"With {n} trials these shares are unsure; {fewest} would be few. " if n < fewest else ""
-    note = (
-        f"{unsure}How far the means for each value of a key explain the differences between trials." if shares else ""
-    )
+    means = "How far the means for each value of a key explain the differences between trials"
+    note = f"{unsure}{means}; the rest is chance, and what keys do together." if shares else ""
     trials = build_table(rows, metric=metric, is_less_better=is_less_better)
     sections = [
         Section("trials", "Trials", [("table", trials), ("note", describe_savings(rows))]),

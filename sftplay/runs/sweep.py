@@ -35,8 +35,10 @@ from sftplay.errors import ConfigError, ConfigErrors, DataError, MachineError, R
 from sftplay.launch.follow import find_echoes
 from sftplay.launch.processes import Death
 from sftplay.launch.run_folder import RunFolder, name_taken
+from sftplay.launch.slurm.request import JobRequest
 from sftplay.machine.probe import probe, usable_cores
 from sftplay.report.figures import as_number
+from sftplay.runs.sweep_job import TrialJob
 from sftplay.runs.sweep_space import Space
 from sftplay.signals import STOP_SIGNALS, TiedPopen, catch_signals
 
@@ -73,7 +75,7 @@ class ActiveTrial:
     held: ExitStack
     """Its lock."""
 
-    process: subprocess.Popen[Any] | None = None
+    process: subprocess.Popen[Any] | TrialJob | None = None
     environment: dict[str, str] = field(default_factory=dict)
     seen: int = 0  # the step of the last evaluation that was noted
     verdict: str | None = ""
@@ -87,8 +89,11 @@ class ActiveTrial:
 class Sweep:
     """A sweep in its folder, `output_dir/sweeps/NAME`. Raise ConfigErrors where another one has that name."""
 
-    def __init__(self, args: Namespace, base: RunConfig, space: Space, *, name: str) -> None:
-        self.args, self.base, self.space, self.name = args, base, space, name
+    def __init__(
+        self, args: Namespace, base: RunConfig, space: Space, *, name: str, request: JobRequest | None = None
+    ) -> None:
+        """With `request` each trial is a job of SLURM, else a process on this machine."""
+        self.args, self.base, self.space, self.name, self.request = args, base, space, name, request
         self.folder = Path(base.output_dir) / "sweeps" / name
         self.trials = self.folder / "trials"
         self.received: list[int] = []
@@ -178,7 +183,10 @@ class Sweep:
 
     def _find_slots(self, held: ExitStack) -> list[dict[str, str]]:
         """The environment of each run at a time: GPUs of its own, or its share of the cores."""
-        machine, n, size = probe(), self.args.parallel, self.args.nproc or 1
+        n, size = self.args.parallel, self.args.nproc or 1
+        if self.request:
+            return [{} for _ in range(n)]
+        machine = probe()
         if not machine.gpus:
             threads = usable_cores() // (n * size)
             is_given = n == 1 or "OMP_NUM_THREADS" in os.environ
@@ -249,7 +257,7 @@ class Sweep:
         """Start the run of a trial, or let it go on from its last checkpoint."""
         deadline = time.monotonic() + STARTS_ELSEWHERE_S
         # What a killed process had started dies with it, a moment later.
-        while trial.verdict == "" and is_locked(trial.folder.path / ".lock"):
+        while trial.verdict == "" and not self.request and is_locked(trial.folder.path / ".lock"):
             if self.received:
                 return
             if time.monotonic() > deadline:
@@ -263,6 +271,10 @@ class Sweep:
         base, config = self.trials / f"trial-{trial.number:03}", self.trials / f"trial-{trial.number:03}.yaml"
         head = f"Trial {trial.number} of the sweep {self.name}: {values}"
         write_text(config, _with_comment(dump_given(trial.cfg), head))
+        trial.is_signalled = False
+        if self.request:
+            trial.process = TrialJob(config, trial.folder, self.request, answer=base.with_suffix(".json"))
+            return
         argv = [sys.executable, "-m", "sftplay", "train", "--json", "--config", str(config), "train.resume=auto"]
         argv += ["--nproc", str(self.args.nproc)] if self.args.nproc else []
         environment = {**os.environ, **trial.environment}
@@ -270,7 +282,6 @@ class Sweep:
             trial.process = TiedPopen(
                 argv, env=environment, stdin=subprocess.DEVNULL, stdout=answer, stderr=lines, start_new_session=True
             )
-        trial.is_signalled = False
 
     def _watch(self, trial: ActiveTrial) -> bool:
         """Note what is new of a trial, and stop it where that is due; return whether nothing is left to do."""
@@ -332,7 +343,7 @@ class Sweep:
 
     def _settle(self, trial: ActiveTrial) -> bool:
         """Record how a trial has ended, or start it again where its process died; return whether it is settled."""
-        code = trial.process.returncode if trial.process else STOPPED[0]
+        code = trial.process.returncode if trial.process else None
         answer = read_object(self.trials / f"trial-{trial.number:03}.json")
         error = answer.get("error") or {}
         cause = ": ".join(str(error[key]).split("\n", 1)[0] for key in ("where", "what") if error.get(key))
@@ -344,7 +355,7 @@ class Sweep:
             log.say(f"trial {trial.number} waits for the others: {shown}", "sweep")
         elif code == 0:
             self._finish(trial, "done", figure=self._final_figure(trial))
-        elif self.received:
+        elif code is None or self.received:
             trial.held.close()
         elif code in REFUSED:
             self._finish(trial, "refused", cause=cause, run=answer.get("run"))

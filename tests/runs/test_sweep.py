@@ -523,12 +523,14 @@ def test_a_sweep_without_any_figure_ends_with_5_and_one_without_optuna_with_3(ho
     assert main([*words, "train.resume=outputs/x/checkpoints/checkpoint-3"]) == 2
     assert main([*words, "data.split=0", "train.eval_steps=null"]) == 2
     assert main([*words, "--halving", "2", "train.eval_steps=null"]) == 2
+    assert main([*words, "--gres", "gpu:2"]) == 2
     refusals = [line for line in capsys.readouterr().err.splitlines() if "fix:" not in line]
-    assert refusals[-4:] == [
+    assert refusals[-5:] == [
         "--name: 'a/b' cannot be the name of a sweep",
         "command line train.resume: each trial of a sweep starts anew",
         "command line data.split: holds out nothing, and trials compare by what is held out",
         f"{home.config} train.eval_steps: is not set, and halving compares trials from an eighth of their steps on",
+        "command line: nodes, GPUs and options of jobs are given, and no trial is a job",
     ]
     monkeypatch.setattr("sftplay.commands.sweep.find_spec", lambda name: None)
     assert main(words) == 3
