@@ -46,7 +46,7 @@ def imported_by(place: Path, *words: str) -> dict[str, tuple[int, int, set[str]]
 @pytest.mark.parametrize(
     ("words", "most", "most_lines"),
     [
-        (["gpu-info"], 12, 1_936),
+        (["gpu-info"], 12, 1_940),
         (["validate", "--config", "configs/run_lora.yaml"], 43, 6_540),
         (["plan", "--config", "configs/run_lora.yaml", "--gpus", "2xH200", "data.processed_dir=nothing"], 57, 9_500),
     ],
