@@ -92,6 +92,25 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     return objects, broken
 
 
+def read_tail(path: Path, *, first_bytes: int = 2**16, most_bytes: int = 2**24) -> list[dict[str, Any]]:
+    """Return the objects of the last lines of a file with one a line, oldest first; a last line cut off is ignored.
+
+    It reads `first_bytes`, and up to `most_bytes` where no whole object lies in these. OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size, length = file.seek(0, os.SEEK_END), first_bytes
+        while True:
+            file.seek(max(0, size - length))
+            lines = file.read(length).split(b"\n")
+            objects = []
+            for raw in lines[length < size :]:  # the first of them lacks its beginning
+                with suppress(ValueError, RecursionError):
+                    objects += [content] if isinstance(content := json.loads(raw), dict) else []
+            if objects or length >= min(size, most_bytes):
+                return objects
+            length *= 16
+
+
 @contextmanager
 def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """An empty scratch folder that becomes `path` when the block ends; an older `path` stays until then.

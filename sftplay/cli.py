@@ -331,7 +331,7 @@ VERBS = {
     "train-ray": ("train.train_ray", "train on a cluster of Ray, or on one of its own"),
     "sweep": ("sweep.sweep", "train a config with many values, and find the best"),
     "submit": ("slurm.submit", "queue the run of a config as a job of SLURM"),
-    "status": ("slurm.status", "the job of a run and how far the run is"),
+    "status": ("status.status", "how far the runs here are, and their jobs"),
     "logs": ("slurm.logs", "the last lines of a run's job"),
     "cancel": ("slurm.cancel", "stop the job of a run with a checkpoint"),
     "sandbox": ("sandbox.sandbox", "run programs of a model in a box, and judge them"),

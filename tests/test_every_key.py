@@ -617,6 +617,10 @@ EACH: dict[str, tuple[Any, ...]] = {
     ),
     "cluster.strategy": (lambda run: run.cfg.cluster.strategy, {"auto": "ddp", "ddp": "ddp", "zero2": "zero2"}),
     "cluster.timeout": (arg("ddp_timeout"), {1800: 1800, 77: 77}),
+    "cluster.price_per_hour": (
+        lambda run: run.folder.read_json("status.json")["attempts"][-1].get("price_per_hour"),
+        {None: None, 2.5: 2.5},
+    ),
 }
 """Key -> what a run shows of it, what that is for each value of the key, and other keys of these runs."""
 

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -43,20 +42,9 @@ def gpu_info(args: Namespace) -> int:
 def memory_check(args: Namespace) -> int:
     """`memory-check`: memory by process, and the plans of the runs that are going on; with --watch until Ctrl-C."""
     output = _output_folder(args)
-    if not args.watch:
-        _show_memory(output, as_json=args.json)
-        return 0
-    if args.json:
-        raise ConfigError("--watch and --json do not go together", where="command line", fix="leave one out")
-    try:
-        while (screen := log.own_screen()) is None or screen.is_read:
-            if sys.stdout.isatty():
-                sys.stdout.write("\x1b[H\x1b[J")  # the cursor goes to the top left corner, the terminal is cleared
-            _show_memory(output, as_json=False)
-            time.sleep(2.0)
-    except KeyboardInterrupt:
-        pass
-    return 0
+    from sftplay.commands.watch import watch
+
+    return watch(args, lambda: _show_memory(output, as_json=args.json))
 
 
 def doctor(args: Namespace) -> int:

@@ -14,7 +14,7 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.gpu import Gpu, Machine, ram_free_bytes, ram_limit_bytes
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.devices import Card, find_card, parse_fleet
-from sftplay.plan.forecast import Hardware, find_device
+from sftplay.plan.forecast import Forecast, Hardware, find_device
 from sftplay.plan.report import describe_memory, describe_model, describe_workload, find_report
 from sftplay.plan.sizing import size_run
 from sftplay.runs.inputs import known_lengths, load_checked, require_shape
@@ -45,8 +45,9 @@ def plan(args: Namespace) -> int:
         return 0
     work = task.workload(sized.cfg, forecast, lengths=lengths)
     suggestions = [] if forecast.verdict == "fits" else task.suggest(cfg, sized, sizing=fitted, hardware=hardware)
+    cost, about_cost = _estimate_cost(cfg, forecast, seconds=work.seconds)
     if args.json:
-        more = {"suggestions": list(map(vars, suggestions)), **vars(work), "notes": list(sized.notes)}
+        more = {"suggestions": list(map(vars, suggestions)), **vars(work), "cost": cost, "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **more}))
         return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
     advice: list[str] = []
@@ -69,12 +70,29 @@ def plan(args: Namespace) -> int:
         *describe_memory(forecast),
         *task.describe_phases(forecast),
         *describe_workload(work),
+        *about_cost,
         *advice,
         *(f"note        {note}" for note in sized.notes),
     ]
     for line in lines:
         log.show(line)
     return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
+
+
+def _estimate_cost(cfg: RunConfig, seen: Forecast, *, seconds: float | None) -> tuple[float | None, list[str]]:
+    """The cost of a run of so many seconds, and the line about it; None and no line without a price."""
+    if (price := cfg.cluster.price_per_hour) is None:
+        return None, []
+    from sftplay.launch.cost import compute_cost, count_gpus, format_cost
+
+    setting = seen.setting
+    gpus = count_gpus(cfg, world_size=setting.world_size, has_gpu=setting.device.is_gpu, devices=seen.by_device)
+    machines = f"{gpus} GPU{'s' if gpus > 1 else ''} x " if gpus else ""
+    rate = f"{machines}{price:g} an hour, without restarts"
+    if seconds is None:
+        return None, [f"cost        not estimated: {rate}"]
+    cost = compute_cost(seconds, gpus=gpus, price_per_hour=price)
+    return cost, [f"cost        about {format_cost(cost)}: {rate}"]
 
 
 def _planned_machine(args: Namespace, cfg: RunConfig) -> tuple[Machine, int]:

@@ -1,4 +1,4 @@
-"""The verbs `submit`, `status`, `logs` and `cancel`: a run as a job of a cluster."""
+"""The verbs `submit`, `logs` and `cancel`: a run as a job of a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm.job import JOB_FILE
 from sftplay.launch.slurm.request import JobRequest
 from sftplay.runs import submit as submitting
-from sftplay.runs.submit import as_text, describe
+from sftplay.runs.status import describe_job_line, describe_runs
 from sftplay.runs.submit import cancel as cancel_job
 
 
@@ -55,20 +55,6 @@ def read_request(args: Namespace) -> JobRequest:
     )  # fmt: skip
 
 
-def status(args: Namespace) -> int:
-    """`status`: the job of a run and how far the run is; without RUN= of all runs with a job."""
-    output = _output(args)
-    jobs = [submitting.find_job(output, args.run)] if args.run else submitting.all_jobs(output)
-    facts = [describe(job) for job in jobs]
-    if args.json:
-        print(json.dumps(facts[0] if args.run else facts, ensure_ascii=False))
-    elif not facts:
-        log.say(f"no run below {output} has a job", "status")
-    for row in [] if args.json else facts:
-        log.show(as_text(row))
-    return 0
-
-
 def logs(args: Namespace) -> int:
     """`logs`: the last lines of a run's job; with --watch also those to come."""
     job = submitting.find_job(_output(args), args.run)
@@ -78,7 +64,7 @@ def logs(args: Namespace) -> int:
     elif files:
         return subprocess.call(["tail", "-n", str(args.n), *(["-F"] if args.watch else []), *map(str, files)])
     else:
-        log.show(as_text(describe(job)))
+        log.show(describe_job_line(describe_runs([job.run])[0]))
     return 0
 
 

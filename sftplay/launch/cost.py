@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from sftplay.config.run import RunConfig
-from sftplay.launch.run_folder import RunFolder
+if TYPE_CHECKING:
+    from sftplay.config.run import RunConfig
+    from sftplay.launch.run_folder import RunFolder
 
 HOUR_S = 3600.0
 
@@ -45,12 +47,12 @@ def new_attempt(cfg: RunConfig, folder: RunFolder, *, from_step: int, gpus: int)
     }  # fmt: skip
 
 
-def last_write_s(folder: RunFolder) -> float:
-    """Return when status.json or metrics.jsonl was last written, in seconds of the epoch; 0 where both are missing."""
+def last_write_s(run: Path) -> float:
+    """Return when a run's status.json or metrics.jsonl was last written, in seconds of the epoch; 0 without both."""
     times = [0.0]
-    for path in (folder.metrics, folder.path / "status.json"):
+    for name in ("status.json", "metrics.jsonl"):
         with suppress(OSError):
-            times.append(path.stat().st_mtime)
+            times.append((run / name).stat().st_mtime)
     return max(times)
 
 
@@ -65,26 +67,22 @@ def with_ends(attempts: Sequence[dict[str, Any]], *, end_s: float) -> list[dict[
     return [end(attempt) for attempt in attempts]
 
 
-def sum_attempts(
-    attempts: Sequence[Mapping[str, Any]], *, price_per_hour: float | None = None
-) -> tuple[float | None, float | None]:
-    """Return seconds and cost of all attempts together: (None, None) where the time of one is not known.
+def sum_attempts(attempts: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """Return seconds and cost of all attempts that have begun; the cost is None where one of them has no price.
 
-    The cost is None where an attempt has no price; `price_per_hour` is that of those that were started without one.
+    Both are None without an attempt, and where the time of one is not known.
     """
-    total, cost = 0.0, 0.0
-    is_priced = bool(attempts)
+    if not attempts:
+        return None, None
+    total, costs = 0.0, list[float]()
     for attempt in attempts:
-        seconds, gpus = read_number(attempt.get("seconds")), read_number(attempt.get("gpus"))
-        price = read_number(attempt.get("price_per_hour", price_per_hour))
+        seconds, gpus, price = (read_number(attempt.get(key)) for key in ("seconds", "gpus", "price_per_hour"))
         if seconds is None:
             return None, None
         total += seconds
-        if price is None or gpus is None:
-            is_priced = False
-        else:
-            cost += compute_cost(seconds, gpus=int(gpus), price_per_hour=price)
-    return (total, cost if is_priced else None) if attempts else (None, None)
+        if price is not None and gpus is not None:
+            costs.append(compute_cost(seconds, gpus=int(gpus), price_per_hour=price))
+    return total, sum(costs) if len(costs) == len(attempts) else None
 
 
 def read_number(value: object) -> float | None:

@@ -5,7 +5,6 @@ It reads files of the runs and of the kernel, and sends nothing to a run.
 
 from __future__ import annotations
 
-import json
 import os
 import pwd
 from contextlib import suppress
@@ -13,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sftplay.atomic import read_object
+from sftplay.atomic import read_object, read_tail
 from sftplay.machine.gpu import resident_bytes
 from sftplay.machine.gpu_info import headline, holders, label
 from sftplay.machine.probe import Machine
@@ -61,12 +60,8 @@ def read_runs(output: Path, machine: Machine) -> list[RunMemory]:
         if status.get("state") != "running":
             continue
         metrics: dict[str, Any] = {}
-        with suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, (folder / "metrics.jsonl").stat().st_size - 2**16))  # that always holds a whole line
-            for line in file.read().splitlines():
-                with suppress(ValueError):  # the run may be writing the next line
-                    content = json.loads(line)
-                    metrics = content if isinstance(content, dict) else metrics
+        with suppress(OSError):
+            metrics = next(reversed(read_tail(folder / "metrics.jsonl")), {})
         pids = [rank["pid"] for rank in status.get("ranks") or []] or [status["pid"]] * bool(status.get("pid"))
         budget = plan.get("budget_bytes")
         ranks = tuple(_read_rank(n, pid, metrics=metrics, budget=budget, machine=machine) for n, pid in enumerate(pids))

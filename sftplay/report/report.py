@@ -267,6 +267,12 @@ def _tiles(run: RunFiles) -> list[Tile]:
     seconds = as_size(run.status.get("train_seconds"))
     if seconds is not None:
         tiles.append(("Training time", format_seconds(seconds), "the last attempt" if len(run.attempts) > 1 else ""))
+    if any("price_per_hour" in attempt for attempt in run.attempts):
+        from sftplay.launch.cost import format_cost
+
+        spent, cost = run.spent
+        if spent is not None and cost is not None:
+            tiles.append(("Cost", format_cost(cost), f"of {format_seconds(spent)}, loading included"))
     speed = history.middle("tokens_per_s")
     if speed is not None:
         tiles.append(("Tokens per second", format_figure("tokens", speed), "median"))

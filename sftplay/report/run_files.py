@@ -17,7 +17,6 @@ from sftplay.config.keys import REMOVED_KEYS, RENAMED_KEYS
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import is_marked, list_checkpoints
-from sftplay.launch.cost import last_write_s, sum_attempts, with_ends
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.figures import as_number, as_size
 from sftplay.report.history import History, read_history
@@ -117,7 +116,9 @@ class RunFiles:
         A run of an older release, which kept no times, has the seconds of its last attempt, or else of its logged
         steps, and no cost.
         """
-        end_s = time.time() if self.is_held else last_write_s(self.folder)
+        from sftplay.launch.cost import last_write_s, sum_attempts, with_ends
+
+        end_s = time.time() if self.is_held else last_write_s(self.folder.path)
         known = sum_attempts(with_ends(self.attempts, end_s=end_s))
         if known[0] is not None:
             return known

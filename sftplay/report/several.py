@@ -76,7 +76,7 @@ def several_sections(runs: Sequence[RunFiles]) -> list[Section]:
     curves: list[Block] = [("charts", charts)] if charts else [("text", "No step was logged yet.")]
     if len(runs) > MOST_CURVES:
         curves.append(("note", f"The curves of the first {MOST_CURVES} of {len(runs)} runs are drawn."))
-    warnings: list[Remark] = [("warn", capitalized(text)) for text in _warnings(runs, names)]
+    warnings: list[Remark] = [("warn", f"{text}.") for text in _warnings(runs, names)]
     return [
         Section("warnings", "What to know first", [("remarks", warnings or [("note", "Nothing to warn of.")])]),
         Section("runs", "Runs", _run_blocks(runs, names)),
@@ -210,18 +210,16 @@ def _draw(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Chart]:
 
 
 def _warnings(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
-    doubts: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
-        if run.state != "done":
-            yield f"{name} is {run.state}: its figures are not final"
-        for trouble in run.troubles:
-            yield f"{name}: {trouble}"
-        for text in same_held_out(runs[0], run)[1] if run is not runs[0] else ():
-            doubts.setdefault(text, []).append(name)
-    for text, others in doubts.items():
-        yield f"{names[0]} next to {', '.join(others)}: {text}"
+        doubts = same_held_out(runs[0], run)[1] if run is not runs[0] else []
+        final = [] if run.state == "done" else [f"{run.state}, so figures are not final"]
+        for text in (*final, *run.troubles, *(f"next to {names[0]}, {text}" for text in doubts)):
+            found.setdefault(text, []).append(name)
+    for text, concerned in found.items():
+        yield f"{', '.join(concerned)}: {text}"
     if len({describe_versions(run)["machine"] for run in runs}) > 1:
-        yield "the machines differ or are not known: speed, time and memory do not compare"
+        yield "The machines differ or are not known: speed, time and memory do not compare"
 
 
 def _tiles(runs: Sequence[RunFiles]) -> list[Tile]:
@@ -233,5 +231,7 @@ def _tiles(runs: Sequence[RunFiles]) -> list[Tile]:
     for title, n, write in (("Time in all", 0, format_seconds), ("Cost in all", 1, format_cost)):
         known = [spent for run in runs if (spent := run.spent[n]) is not None]
         if known:
-            tiles.append((title, write(sum(known)), "" if len(known) == len(runs) else f"of {len(known)} runs"))
+            tiles.append(
+                (title, write(sum(known)), "" if len(known) == len(runs) else f"of {len(known)} of {len(runs)} runs")
+            )
     return tiles

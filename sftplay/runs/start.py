@@ -78,6 +78,11 @@ def run_workers(
     restarts, max_restarts = 0, cfg.cluster.max_restarts
     while True:
         write_text(folder.path / "launch.txt", command.as_text() + "\n")
+        attempts = folder.read_json("status.json").get("attempts")
+        if attempts and attempts[-1]["cause"] is None and args.node_rank == 0:  # it was killed
+            from sftplay.launch.cost import last_write_s, with_ends
+
+            folder.update_status(attempts=with_ends(attempts, end_s=last_write_s(folder.path)))
         started = round(time.time(), 3)
         folder.update_status(
             state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None, started=started

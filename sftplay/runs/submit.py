@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from sftplay import log
 from sftplay.atomic import locked, write_text
@@ -180,34 +179,6 @@ def all_jobs(output: Path) -> list[JobFolder]:
     records = sorted(output.absolute().glob(f"*/{JOBS}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     folders = [path.parent for path in records if not path.parent.is_symlink()]  # `latest` is one of them
     return [job for folder in folders if (job := newest_job(folder))]
-
-
-def describe(job: JobFolder) -> dict[str, Any]:
-    """Return the job as SLURM knows it, and its run as it stands in its folder."""
-    run = RunFolder(job.run).read_json("status.json")
-    return {
-        "run": job.run.name,
-        "job_id": job.job,
-        **ask_state(job.job),
-        "run_state": run.get("state"),
-        **{key: run.get(key) for key in ("step", "exit_code", "last_checkpoint")},
-        "lives": job.lives(),
-        "note": job.note,
-        "log": str(job.log),
-    }
-
-
-def as_text(facts: dict[str, Any]) -> str:
-    """Return the facts of `describe` in a line or a few."""
-    reason = f" ({facts['reason']})" if facts["reason"] not in ("", "None") else ""
-    parts = [f"{facts['run']}: job {facts['job_id']} {facts['state'] or 'has left the queue'}{reason}"]
-    parts += [f"on {facts['nodes']}"] if facts["nodes"] else []
-    parts += [f"{facts['left']} left"] if facts["state"] == "RUNNING" else []
-    if facts["run_state"]:
-        code = f" with {facts['exit_code']}" if facts["exit_code"] is not None else ""
-        parts.append(f"run {facts['run_state']}{code} at step {facts['step'] or 0}")
-    parts += [f"{len(facts['lives'])} attempts have ended"] if len(facts["lives"]) > 1 else []
-    return "\n".join([", ".join(parts), *(f"  {line}" for line in facts["note"].splitlines())])
 
 
 def cancel(job: JobFolder, *, wait_s: float) -> bool:

@@ -29,7 +29,7 @@ from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, MachineError, RunError, ran_out_of_memory, said_of_memory
 from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch.checkpoints import newest_complete, read_marker, read_step
-from sftplay.launch.cost import count_gpus, last_write_s, new_attempt, with_ends
+from sftplay.launch.cost import count_gpus, new_attempt
 from sftplay.launch.run_folder import EXPECTS_GPU, RunFolder
 from sftplay.machine.probe import probe
 from sftplay.model.out_of_memory import OutOfMemory, held_bytes
@@ -258,7 +258,7 @@ class TrainRun:
         }
         self.checkpoint = choose_checkpoint(self.cfg, self.folder, facts=facts)
         self.from_step = read_step(self.checkpoint) if self.checkpoint else 0
-        attempts = with_ends(self.folder.read_json("status.json").get("attempts", []), end_s=last_write_s(self.folder))
+        attempts = [*self.folder.read_json("status.json").get("attempts", [])]
         devices = self.folder.read_json("plan.json").get("devices", ())
         gpus = count_gpus(self.cfg, world_size=setup.world_size, has_gpu=torch.cuda.is_available(), devices=devices)
         attempts.append(new_attempt(self.cfg, self.folder, from_step=self.from_step, gpus=gpus))

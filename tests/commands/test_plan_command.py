@@ -54,6 +54,27 @@ def test_the_answer_for_scripts_has_the_promised_keys_and_adds_up(capsys):
     assert sum(plan["components"].values()) == plan["peak_bytes"] <= plan["budget_bytes"]
 
 
+def test_the_cost_is_that_of_all_gpus_for_the_planned_time(capsys):
+    words = ["--config", "configs/run_lora.yaml", "--gpus", "8xH100", "data.processed_dir=nothing"]
+    assert answer(capsys, *words)["cost"] is None
+    plan = answer(capsys, *words, "cluster.price_per_hour=2.5")
+    assert plan["world_size"] == 8
+    assert plan["cost"] == pytest.approx(plan["seconds"] / 3600 * 8 * 2.5)
+    assert main(["plan", *words, "cluster.price_per_hour=2.5"]) == 0
+    assert f"cost        about {plan['cost']:.2f}: 8 GPUs x 2.5 an hour" in (text := capsys.readouterr().out)
+    assert text.index("time   ") < text.index("cost   ")
+    assert main(["plan", *words]) == 0
+    assert "cost    " not in capsys.readouterr().out
+    main(["plan", "--config", "configs/run_grpo_math.yaml", "--gpus", "1xH100", "cluster.price_per_hour=2"])
+    assert "cost        not estimated: 1 GPU x 2 an hour" in capsys.readouterr().out
+
+
+def test_a_price_is_a_number_from_zero_on(capsys):
+    for price in ("-1", "inf", "nan", "two"):
+        assert main(["plan", "--config", "configs/run_lora.yaml", f"cluster.price_per_hour={price}"]) == 2
+        assert "cluster.price_per_hour" in capsys.readouterr().err
+
+
 def test_gemma_27b_in_four_bits_weighs_what_hand_arithmetic_says(capsys):
     # specs/sizing.md section 7: 25.60e9 weights in the linears, 1.41e9 in the tied embedding; beside them a tower of
     # 0.4e9. NF4 with double quantisation is 0.5 + 1/64 + 4/16384 bytes, the rest 2; r 32 in fp32 makes 227e6 weights.

@@ -31,7 +31,8 @@ def test_a_run_ends_with_0_and_says_so_in_its_status(project, whole):
     assert code == 0, output
     status = project.status("whole")
     assert (status["state"], status["exit_code"], status["step"], status["signal"]) == ("done", 0, STEPS, None)
-    assert status["attempts"] == [{"from_step": 0, "to_step": STEPS, "cause": "done"}]
+    (attempt,) = status["attempts"]
+    assert (attempt["from_step"], attempt["to_step"], attempt["cause"]) == (0, STEPS, "done")
     assert [rank["world_size"] for rank in status["ranks"]] == [1]
 
 

@@ -166,6 +166,55 @@ def test_run_that_has_begun_goes_on_in_a_new_job_where_that_is_asked_for(
     assert "run: job 18 has left the queue, run stopped at step 3" in capsys.readouterr().out
 
 
+def test_runs_with_and_without_a_job_are_listed_by_one_call_of_squeue(
+    slurm: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    answers = "17+1|RUNNING|None|n2|5:00|\\n17+0|RUNNING|None|n1|3:10:00|\\n18|PENDING|Resources|||\\n"
+    calls = slurm(squeue=f"printf '{answers}'")
+    monkeypatch.chdir(tmp_path)
+    for name, number in (("elsewhere", 17), ("waits", 18), ("ended", 19), ("local", None)):
+        folder = RunFolder(tmp_path / "outputs" / name)
+        folder.create()
+        if number:
+            (folder.path / "slurm.jsonl").write_text(f'{{"job_id": {number}}}\n')
+        if number != 18:
+            # A lock that a process of another node holds may not be seen here.
+            folder.update_status(state="running", step=3)
+    assert main(["status", "--json"]) == 0
+    runs = {run["run"]: run for run in json.loads(capsys.readouterr().out)}
+    assert {name: (run["state"], run["now"]) for name, run in runs.items()} == {
+        "elsewhere": ("RUNNING", "running"), "waits": ("PENDING", "queued"),
+        "ended": ("", "died"), "local": ("", "died"),
+    }  # fmt: skip
+    assert (runs["elsewhere"]["nodes"], runs["elsewhere"]["left"], runs["local"]["job_id"]) == ("n1", "3:10:00", None)
+    assert len(calls.read_text().splitlines()) == 1
+    assert main(["status"]) == 0
+    rows = {row.split()[0]: row for row in capsys.readouterr().out.splitlines()}
+    assert rows["elsewhere"].endswith("17 RUNNING, 3:10:00 left")
+    assert rows["waits"].endswith("18 PENDING")
+
+
+def test_jobs_that_squeue_refuses_in_a_list_are_asked_for_one_by_one(slurm: Callable[..., Path]):
+    unknown = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    slurm(squeue=f'case "$3" in --jobs=17) printf "17|RUNNING||||\\n";; *) {unknown};; esac')
+    assert {number: facts["state"] for number, facts in job.ask_states([17, 18]).items()} == {17: "RUNNING", 18: ""}
+
+
+def test_without_slurm_the_runs_are_listed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    folder = RunFolder(tmp_path / "outputs" / "copied")
+    folder.create()
+    folder.update_status(state="done", step=4)
+    (folder.path / "slurm.jsonl").write_text('{"job_id": 17}\n')
+    assert main(["status"]) == 0
+    row, note = capsys.readouterr().out.splitlines()[1:]
+    assert row.split()[:3] == ["copied", "done", "4"]
+    assert note.strip() == "SLURM does not say how the job stands: squeue is not on this machine"
+
+
 BEFORE_THE_QUEUE = [
     (["train.lerning_rate=1"], 2, "no key called 'lerning_rate'"),
     (["--training_args.max_step=1"], 2, "did you mean training_args.max_steps"),

@@ -129,6 +129,15 @@ def test_every_answer_shown_stands_beside_its_reference_with_its_verdict(run: Fi
     assert page.text.count("After ✗ wrong") == len(rows) - n_correct
 
 
+def test_the_cost_of_all_attempts_is_shown_where_a_price_was_set(folder: RunFolder):
+    assert "Cost" not in page_of(folder).text
+    one, two = folder.read_json("status.json")["attempts"]
+    priced = [{**one, "seconds": 3600.0, "price_per_hour": 3.0}, {**two, "seconds": 1800.0, "price_per_hour": 2.0}]
+    folder.update_status(attempts=[{**attempt, "gpus": 2} for attempt in priced])
+    # 1 h x 2 x 3 + half an hour x 2 x 2
+    assert "Cost 8.00 of 1 h 30 min, loading included" in page_of(folder).text
+
+
 def test_config_values_that_were_set_are_shown_with_where(run: Finished):
     page = page_of(run.folder)
     home = run.folder.path.parents[1]
@@ -195,7 +204,7 @@ def test_a_failed_run_says_why_and_what_to_do_and_cuts_neither_off(folder: RunFo
     assert "Remedy: name the columns." in text
 
 
-def test_a_run_whose_process_died_is_interrupted_and_one_that_is_held_is_running(folder: RunFolder):
+def test_a_run_whose_process_is_gone_has_died_and_one_that_is_held_is_running(folder: RunFolder):
     folder.update_status(state="running", exit_code=None)
     assert "ended at step 8 without a message" in sentences(folder)
     with folder.locked():

@@ -105,6 +105,38 @@ def test_the_table_has_what_was_set_differently_and_what_came_of_every_run(folde
     assert page.column(0, "Time")[1] == "30 min 00 s"
 
 
+def test_tiles_name_the_best_run_and_sum_what_is_known(folders: list[RunFolder], tmp_path: Path):
+    folders[1].write_json("eval/step-4.json", {"step": 4, "loss": 5.25})
+    folders[2].write_json("eval/step-4.json", {"step": 4, "loss": 0.5})  # it is not done
+    text = page_of(folders, tmp_path)
+    tiles = text.partition('<dl class="keys"')[2].partition("</dl>")[0]
+    assert "<dt>Lowest held-out loss</dt><dd>5.25<small>b</small>" in tiles
+    assert "<dt>Runs</dt><dd>3<small>2 done</small>" in tiles
+    assert "<dt>Cost in all</dt><dd>10.00<small>of 1 of 3 runs</small>" in tiles
+    assert "<dt>Time in all</dt><dd>30 min" in tiles
+    page = Tables(text)
+    assert page.column(0, "Held-out loss")[1:] == ["5.25", "0.5"]
+    peaks = [max(json.loads(row)["peak_rss_bytes"] for row in f.metrics.read_text().splitlines()) for f in folders]
+    assert page.column(0, "Peak memory") == [f"{peak / 2**20:.1f} MiB" for peak in peaks]
+    assert "Sampled reward" not in page.tables[0][0]  # no run has one
+
+
+def test_of_many_settings_the_first_stand_in_the_table_and_all_below_a_line(folders: list[RunFolder], tmp_path: Path):
+    def differ(n: int) -> str:
+        lines = "".join(f"  key{i}: {{}}\n" for i in range(n))
+        for number, folder in enumerate(folders):
+            folder.resolved.write_text("x:\n" + lines.replace("{}", str(number)))
+        return page_of(folders, tmp_path)
+
+    assert "settings that differ" not in differ(8)
+    page = differ(9)
+    assert "<summary>All 9 settings that differ</summary>" in page
+    read = Tables(page)
+    assert [title for title in read.tables[0][0] if title.startswith("x.")] == [f"x.key{i}" for i in range(8)]
+    assert read.tables[1][0] == ["Key", "a", "b", "c,d"]
+    assert read.tables[1][-1] == ["x.key8", "0", "1", "2"]
+
+
 def test_figures_stand_side_by_side_before_and_after(folders: list[RunFolder], tmp_path: Path):
     page = Tables(page_of(folders, tmp_path))
     before, after = (folders[0].read_json(f"eval/{name}.json")["loss"] for name in ("before", "after"))
@@ -155,8 +187,8 @@ def test_what_does_not_compare_and_what_is_not_final_is_said_first(folders: list
     folders[1].write_json("data_report.json", {})
     (folders[1].eval / "after.jsonl").write_text("")
     text = page_of(folders, tmp_path)
-    assert "C,d is stopped: its figures are not final" in text
-    assert "A next to b: it is not known whether both were measured on the same held-out rows" in text
+    assert "c,d: stopped, so figures are not final." in text
+    assert "b: next to a, it is not known whether both were measured on the same held-out rows" in text
     assert "The machines differ or are not known" in text
 
 
@@ -165,7 +197,7 @@ def test_files_that_are_broken_leave_a_row_and_a_warning(folders: list[RunFolder
         (folders[2].path / name).write_bytes(b'{"state": \xff')
     page = page_of(folders, tmp_path)
     assert Tables(page).column(0, "State") == ["done", "done", "unknown"]
-    assert "C,d: status.json cannot be read" in page
+    assert "c,d: status.json cannot be read" in page
 
 
 def test_a_caller_adds_sections_above_and_the_sections_stand_alone(folders: list[RunFolder], tmp_path: Path):

@@ -257,7 +257,10 @@ def test_command_trains_and_reports_what_it_did(
     assert done.returncode == 0, done.stderr
     status = json.loads((tmp_path / "outputs" / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 4)
-    assert status["attempts"] == [{"from_step": 0, "to_step": 4, "cause": "done"}]
+    (attempt,) = status["attempts"]
+    assert (attempt["from_step"], attempt["to_step"], attempt["cause"], attempt["gpus"]) == (0, 4, "done", 0)
+    assert attempt["started"] == status["started"]
+    assert attempt["seconds"] >= status["train_seconds"]  # loading counts too
     assert (tmp_path / "outputs" / "latest").resolve() == (tmp_path / "outputs" / "run").resolve()
     assert (tmp_path / "outputs" / "run" / "launch.txt").is_file()
     again = sftplay("train", "--config", config)

@@ -102,20 +102,30 @@ def call_sbatch(job_file: Path) -> int:
 
 
 def ask_state(job: int) -> dict[str, str]:
-    """`COLUMNS` of the job as SLURM knows it now; all are empty where SLURM no longer knows it.
+    """`ask_states` of one job."""
+    return ask_states([job])[job]
+
+
+def ask_states(jobs: Sequence[int]) -> dict[int, dict[str, str]]:
+    """`COLUMNS` of each job as SLURM knows it now; all are empty where SLURM no longer knows it.
 
     Raises MachineError if SLURM does not answer, or is not here.
     """
-    nothing, columns = dict.fromkeys(COLUMNS, ""), "|".join(COLUMNS.values())
+    found, columns = {job: dict.fromkeys(COLUMNS, "") for job in jobs}, "|".join(COLUMNS.values())
+    listed = ",".join(map(str, jobs))
     try:
-        said = call("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format=%i|{columns}")
+        said = call("squeue", "--noheader", "--states=all", f"--jobs={listed}", f"--format=%i|{columns}")
     except MachineError as error:
-        if "Invalid job id" in error.what:  # it ended a while ago
-            return nothing
-        raise
+        if "Invalid job id" not in error.what:
+            raise
+        # One that ended a while ago is refused by its number; in a list it is passed over, but for some versions.
+        return {job: ask_states([job])[job] for job in jobs} if len(jobs) > 1 else found
     # A job with a generation server has a line for each part: 17+0 are the trainers.
-    first = min(said.strip().splitlines(), default="")
-    return {**nothing, **dict(zip(COLUMNS, first.split("|")[1:], strict=False))}
+    for line in sorted(said.strip().splitlines(), reverse=True):
+        number = line.partition("|")[0].partition("+")[0]
+        if number.isdecimal() and int(number) in found:
+            found[int(number)] |= dict(zip(COLUMNS, line.split("|")[1:], strict=False))
+    return found
 
 
 def is_cut_off(job: int) -> bool:
