@@ -8,13 +8,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftplay.atomic import write_text
-from sftplay.errors import ConfigError
+from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm.job import ACTIVE, ask_state, call, newest_job
 from sftplay.launch.slurm.request import JobRequest
 from sftplay.runs.submit import prepare, submit
 
-ASK_S = 5.0
+ASK_S, SILENT_S = 5.0, 600.0  # between two questions; how long SLURM may give no answer to them
 PRESENT = (*ACTIVE, "COMPLETING")  # a job that is requeued is completing before it is pending again
 STOPPED = 143  # the code of a run whose job was cancelled before it had begun
 
@@ -29,6 +29,7 @@ class TrialJob:
     def __init__(self, config: Path, folder: RunFolder, request: JobRequest, *, answer: Path) -> None:
         self.returncode: int | None = None
         self._folder, self._answer, self._asked_s = folder, answer, time.monotonic()
+        self._answered_s = self._asked_s
         job = newest_job(folder.path.absolute())
         if job is None or ask_state(job.job)["state"] not in PRESENT:
             words = Namespace(config=str(config), overrides=["train.resume=auto"], dry_run=False, launcher_args=[])
@@ -43,12 +44,20 @@ class TrialJob:
     def poll(self) -> int | None:
         """Return the run's exit code; None while its job waits or runs. SLURM is asked every few seconds."""
         now = time.monotonic()
-        if self.returncode is None and self._job and now - self._asked_s > ASK_S:
-            self._asked_s = now
-            if ask_state(self._job.job)["state"] not in PRESENT:
-                attempts = self._job.lives()
-                self.returncode = int(attempts[-1]["exit_code"]) if attempts else STOPPED
-                self._write_answer()
+        if self.returncode is not None or self._job is None or now - self._asked_s < ASK_S:
+            return self.returncode
+        self._asked_s = now
+        try:
+            state = ask_state(self._job.job)["state"]
+        except MachineError:
+            if now - self._answered_s > SILENT_S:
+                raise
+            return None
+        self._answered_s = now
+        if state not in PRESENT:
+            attempts = self._job.lives()
+            self.returncode = int(attempts[-1]["exit_code"]) if attempts else STOPPED
+            self._write_answer()
         return self.returncode
 
     def _write_answer(self) -> None:
