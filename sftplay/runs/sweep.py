@@ -403,9 +403,9 @@ class Sweep:
         result = {"state": state, "figure": None, "cause": "", "run": str(trial.folder.path), **facts}
         result |= {"step": status.get("step"), "steps": int(steps) if steps else None}
         figure = result["figure"]
-        if state == "done" and not math.isfinite(figure):
-            state = result["state"] = "failed"
-            result |= {"figure": None, "cause": self.space.describe(figure)}
+        if figure is not None and not math.isfinite(figure):  # JSON has no such number
+            result |= {"figure": None, "cause": result["cause"] or self.space.describe(figure)}
+            state = result["state"] = "failed" if state == "done" else state
         final = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(state, TrialState.FAIL)
         with locked(self.folder / LOCK):
             self.storage.set_trial_user_attr(self._id(trial.number), "result", result)
@@ -449,7 +449,8 @@ class Sweep:
             run = str(self.run_folder(trial.number).path)
             row = {"number": trial.number, "state": state, "params": self._values(trial.number), "figure": None}
             row |= {"run": run, "cause": "", "step": None, "steps": None, **trial.user_attrs.get("result", {})}
-            row["compared"] = {k.removeprefix(RUNG): v for k, v in trial.user_attrs.items() if k.startswith(RUNG)}
+            compared = {key.removeprefix(RUNG): v for key, v in trial.user_attrs.items() if key.startswith(RUNG)}
+            row["compared"] = {share: figure if math.isfinite(figure) else None for share, figure in compared.items()}
             rows.append(row)
         return rows
 

@@ -431,6 +431,21 @@ def test_trials_of_tpe_are_compared_in_cohorts_so_that_later_ones_learn(home):
     assert home.starts().index("010") > max(n for n, name in enumerate(home.starts()) if int(name) < 10)
 
 
+def test_a_figure_that_is_not_finite_is_pruned_and_leaves_no_json_that_others_cannot_read(home):
+    home.plan(t001={"loss": float("inf")}, t002={"loss": float("nan")})
+    work = home.open(grid="train.learning_rate=0.001,0.002,0.003,0.004", halving=2)
+    assert work.run() == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    text = (work.folder / "trials.jsonl").read_text()
+    rows = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    assert [row["state"] for row in rows] == ["pruned", "pruned", "pruned", "done"]
+    assert rows[1]["cause"] == "held-out loss not finite at 1/8 of the run: not among the best 2 of 4"
+    assert (rows[1]["figure"], rows[1]["compared"]) == (None, {"0.125": None})
+
+
 def test_a_refused_trial_does_not_hold_up_those_that_wait_at_a_rung(home):
     home.plan(t003={"code": 3})
     work = home.open(grid="train.learning_rate=0.001,0.002,0.003,0.004", halving=2)
