@@ -552,6 +552,12 @@ def test_a_sweep_without_any_figure_ends_with_5_and_one_without_optuna_with_3(ho
     assert "make install EXTRAS=sweep" in capsys.readouterr().err
 
 
+def test_a_sweep_imports_neither_torch_nor_what_imports_it():
+    code = "import sys, sftplay.runs.sweep, sftplay.report.sweep, sftplay.runs.sweep_job; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "datasets", "peft", "trl", "scipy"} & set(done.stdout.split())
+
+
 def make_row(number: int, figure: float | None, **more: Any) -> dict[str, Any]:
     usual = {"state": "done", "cause": "", "run": None, "step": 8, "steps": 8, "compared": {}}
     return {"number": number, "figure": figure, "params": {}, **usual, **more}
