@@ -176,7 +176,7 @@ def test_a_misspelt_key_or_a_wrong_value_is_refused_with_the_nearest_name_and_it
     [
         ("trails: 3\nvalues: {seed: [1]}", ":1 trails: no key called 'trails' | did you mean 'trials'?"),
         ("trials: 3", " values: Field required"),
-        ("trials: 3\nvalues:\n  seed: {low: 2, high: 1}", ":3 seed: low 2 is not below high 1"),
+        ("trials: 3\nvalues:\n  seed: {low: 1, high: 1}", ":3 seed: low 1 is not below high 1"),
         ("trials: 3\nvalues:\n  seed: {low: 1, hihg: 2}", "did you mean 'high'?"),
         ("trials: 3\nvalues:\n  train.weight_decay: {low: 0, high: 1, log: true}", "log goes with a low above 0"),
         ("trials: 3\nvalues:\n  train.weight_decay: {low: 0, high: 1, step: 0.3}", "step 0.3 does not lead from low 0"),
@@ -567,7 +567,7 @@ def test_the_shares_of_the_variance_are_those_of_an_analysis_by_hand():
     # Two factors with two values, figures 1 3 / 5 9. Mean 4.5; a: means 2 and 7, between 2 * 2.5**2 * 2 = 25;
     # b: means 3 and 6, between 9; total 35. Epsilon squared: (between - (total - between) / 2) / total.
     figures = {("x", 1): 1.0, ("x", 2): 3.0, ("y", 1): 5.0, ("y", 2): 9.0}
-    rows = [make_row(n, f, params={"a": a, "b": b}) for n, ((a, b), f) in enumerate(figures.items())]
+    rows = [make_row(n, f, params={"b": b, "a": a}) for n, ((a, b), f) in enumerate(figures.items())]
     assert find_shares(rows) == [("a", pytest.approx((25 - 5) / 35), 2), ("b", pytest.approx(0.0), 2)]
     # Of a range: thirds of the sorted values.
     rows = [make_row(n, float(n // 2), params={"r": n / 7}) for n in range(6)]
