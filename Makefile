@@ -6,8 +6,9 @@ PY ?= .venv/bin/python
 UNSLOTH_PY ?= .venv-unsloth/bin/python
 
 override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
-  GRES IN INSTALLER INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
-  NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPLIT STYLE SUBSAMPLE TASKS \
+  GRES GRID HALVING IN INSTALLER INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NAME NNODES NODE_RANK \
+  NODES NPROC OUT PARALLEL PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPACE SPLIT STYLE \
+  SUBMIT SUBSAMPLE TASKS \
   TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
 # A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
@@ -43,6 +44,9 @@ COUNT := $(call flag,--n,N)
 OUTPUT := $(call flag,--out,OUT)
 DRAW := $(call flag,--temperature,TEMPERATURE) $(call flag,--top-p,TOP_P) \
   $(call flag,--max-new-tokens,MAX_NEW_TOKENS) $(call flag,--seed,SEED)
+JOB := $(call flag,--nodes,NODES) $(call flag,--gpus-per-node,GPUS_PER_NODE) $(call flag,--gres,GRES) \
+  $(call flag,--time,TIME) $(call flag,--partition,PARTITION) $(call flag,--nproc,NPROC) $(call flag,--sbatch,SBATCH) \
+  $(call flag,--server-sbatch,SERVER_SBATCH) $(call flag,--setup,SETUP)
 JSONFLAG := $(call switch,--json,JSON)
 DEEPSPEED := $${TYPED_DEEPSPEED_CONFIG:+"cluster.deepspeed=$$TYPED_DEEPSPEED_CONFIG"}
 
@@ -66,7 +70,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments goals "$$TYPED_GOALS"
 
 .PHONY: help install demo test test-slow test-long test-unsloth check init import-config completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
-  train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
+  train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume sweep plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code lm-eval infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
@@ -143,6 +147,9 @@ train-unsloth-tb: $(UNSLOTH_READY) ## the same with TensorBoard
 	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train --tb $(WHICH) $(SCALE) tuning.backend=unsloth logging.backend=tensorboard $(JSONFLAG) $(WORDS)
 resume: $(READY) ## continue a run from its newest complete checkpoint: CONFIG= (RUN=)
 	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(JSONFLAG) $(WORDS)
+sweep: $(READY) ## the best of many values: CONFIG= GRID="a.b=1,2 c.d=x,y" or SPACE=space.yaml (NAME=, PARALLEL=2, HALVING=2, SUBMIT=1, JSON=1)
+	@$(SFTPLAY) sweep $(WHICH) $(call flag,--grid,GRID) $(call flag,--space,SPACE) $(call flag,--name,NAME) \
+	  $(call flag,--parallel,PARALLEL) $(call flag,--halving,HALVING) $(call switch,--submit,SUBMIT) $(JOB) $(JSONFLAG) $(WORDS)
 
 ##@ scale
 setup-accelerate: $(READY) ## write an accelerate config for this machine (OUT=, INTERACTIVE=1 asks you)
@@ -164,10 +171,7 @@ train-ray: $(READY) ## train on a cluster of Ray (RAY_ADDRESS), or on one of its
 	@$(SFTPLAY) train-ray $(WHICH) $(call flag,--workers,WORKERS) $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
 
 submit: $(READY) ## queue a run as a SLURM job: CONFIG= (NODES=, GPUS_PER_NODE= or GRES=, TIME=, PARTITION=, DRY_RUN=1, JSON=1)
-	@$(SFTPLAY) submit $(WHICH) $(call flag,--nodes,NODES) $(call flag,--gpus-per-node,GPUS_PER_NODE) \
-	  $(call flag,--gres,GRES) $(call flag,--time,TIME) $(call flag,--partition,PARTITION) $(call flag,--nproc,NPROC) \
-	  $(call flag,--sbatch,SBATCH) $(call flag,--server-sbatch,SERVER_SBATCH) $(call flag,--setup,SETUP) \
-	  $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
+	@$(SFTPLAY) submit $(WHICH) $(JOB) $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
 logs: $(READY) ## the last lines of a run's job: RUN= (N=50, WATCH=1)
 	@$(SFTPLAY) logs $(WHICH) $(RUNNAME) $(COUNT) $(call switch,--watch,WATCH) $(JSONFLAG) $(WORDS)
 cancel: $(READY) ## stop a run's job with a checkpoint: RUN= (FAST=1 does not wait for it)

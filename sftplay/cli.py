@@ -105,10 +105,33 @@ _WHOLE_MODEL: Flags = {
     "--out": _flag("a new folder for the model", PATH),
     "--dtype": _flag("its number format; else the base's", choices=["fp32", "bf16", "fp16"]),
 }
+_JOB: Flags = {
+    "--nodes": _flag("nodes of the job", _processes, default=1),
+    "--gpus-per-node": _flag("GPUs of each node, of any kind", _processes),
+    "--gres": _flag("GPUs of each node as the cluster names them, such as gpu:volta:2", default=""),
+    "--time": _flag("limit of the job: 12:00:00, 1-12:00:00, or minutes", default=""),
+    "--partition": _flag("the partition of the cluster", default=""),
+    "--nproc": _flag("processes on each node; else one for each GPU", _processes),
+    "--sbatch": _flag('more options of sbatch, such as "--account=lab --mem=64G"', default=""),
+    "--server-sbatch": _flag("options of sbatch for the generation server's node", default=""),
+    "--setup": _flag("a file for the job's shell to read first", PATH, default=""),
+}
 
 FLAGS: dict[str, Flags] = {
     "train": {"--documents": _switch("refuse a config of task sft"), **_LAUNCH},
     "resume": {**_LAUNCH, **_RUN},
+    "sweep": {
+        "--grid": _flag("keys and their values: a.b=1,2 c.d=x,y", default=""),
+        "--space": _flag("a YAML file with ranges, sampler and number of trials", PATH, default=""),
+        "--name": _flag("of the sweep; else the config's. The same command goes on with it", default=""),
+        "--parallel": _flag("trials at a time", _processes, default=1),
+        "--submit": _switch("each trial is a job of SLURM, as `submit` queues it; the flags below are the job's"),
+        **_JOB,
+        "--halving": _flag(
+            "keep one trial in so many at 1/8, 1/4 and 1/2 of the run",
+            _number("a number from 2 to 9", int, holds=lambda value: 2 <= value <= 9),
+        ),
+    },
     "train-ray": {
         "--workers": _flag("processes on all machines together", _processes, default=2),
         "--dry-run": _SCALE["--dry-run"],
@@ -263,15 +286,7 @@ FLAGS: dict[str, Flags] = {
     },
     "submit": {
         "--dry-run": _switch("print the job file, queue nothing"),
-        "--nodes": _flag("nodes of the job", _processes, default=1),
-        "--gpus-per-node": _flag("GPUs of each node, of any kind", _processes),
-        "--gres": _flag("GPUs of each node as the cluster names them, such as gpu:volta:2", default=""),
-        "--time": _flag("limit of the job: 12:00:00, 1-12:00:00, or minutes", default=""),
-        "--partition": _flag("the partition of the cluster", default=""),
-        "--nproc": _flag("processes on each node; else one for each GPU", _processes),
-        "--sbatch": _flag('more options of sbatch, such as "--account=lab --mem=64G"', default=""),
-        "--server-sbatch": _flag("options of sbatch for the generation server's node", default=""),
-        "--setup": _flag("a file for the job's shell to read first", PATH, default=""),
+        **_JOB,
         "--here": _switch("train in the job that this is called in"),
     },
     "logs": {
@@ -334,6 +349,7 @@ VERBS = {
     "matrix": ("machine.matrix", "what goes together: tuning mode, strategy, precision"),
     "setup-accelerate": ("machine.setup_accelerate", "write an accelerate config for this machine"),
     "train-ray": ("train.train_ray", "train on a cluster of Ray, or on one of its own"),
+    "sweep": ("sweep.sweep", "train a config with many values, and find the best"),
     "submit": ("slurm.submit", "queue the run of a config as a job of SLURM"),
     "status": ("status.status", "how far the runs here are, and their jobs"),
     "logs": ("slurm.logs", "the last lines of a run's job"),

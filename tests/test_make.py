@@ -102,7 +102,7 @@ def test_every_setting_of_every_target_arrives_as_it_was_typed(
     done = place.make("-s", "-k", *recording, *words, *TARGETS, **(values if from_environment else {}))
     assert place.is_untouched
     assert done.returncode == 0, done.stderr
-    switches = {"COMPARE", "CONTROL", "DRY_RUN", "FAST", "INTERACTIVE", "JSON", "TORCH", "WATCH", "WEAK"}
+    switches = {"COMPARE", "CONTROL", "DRY_RUN", "FAST", "INTERACTIVE", "JSON", "SUBMIT", "TORCH", "WATCH", "WEAK"}
     whole = {values[name] for name in values.keys() - switches}
     arrived = set()
     for call in place.calls():

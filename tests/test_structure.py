@@ -129,6 +129,7 @@ resume output_dir=/nowhere
 report output_dir=/nowhere
 merge output_dir=/nowhere
 serve output_dir=/nowhere
+sweep --grid train.learning_rat=1
 compare --a nowhere --b nowhere
 """
 

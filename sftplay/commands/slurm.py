@@ -24,18 +24,7 @@ def submit(args: Namespace) -> int:
     """`submit`: queue the run of a config as a job; with --here, train in the job that this is called in."""
     if args.here:
         return submitting.run_here(args, os.environ)
-    options = {}
-    for flag, text in (("--sbatch", args.sbatch), ("--server-sbatch", args.server_sbatch)):
-        try:
-            options[flag] = tuple(shlex.split(text))
-        except ValueError as error:
-            raise ConfigError(f"cannot be split into words ({error})", where=flag, fix="close the quotes") from None
-    request = JobRequest(
-        nodes=args.nodes, gpus_per_node=args.gpus_per_node, gres=args.gres, time=args.time, partition=args.partition,
-        nproc=args.nproc, setup=Path(args.setup) if args.setup else None, sbatch=options["--sbatch"],
-        server_sbatch=options["--server-sbatch"],
-    )  # fmt: skip
-    job = submitting.prepare(args, request)
+    job = submitting.prepare(args, read_request(args))
     answer = {"job_id": None, "run": str(job.folder.path), "job_file": str(job.folder.path / JOB_FILE)}
     if args.dry_run:
         print(json.dumps({**answer, "text": job.text}) if args.json else job.text, end="\n" if args.json else "")
@@ -49,6 +38,21 @@ def submit(args: Namespace) -> int:
             f"job {number} is queued: make status RUN={name}, make logs RUN={name}, make cancel RUN={name}", "submit"
         )
     return 0
+
+
+def read_request(args: Namespace) -> JobRequest:
+    """Return the job that the flags ask for."""
+    options = {}
+    for flag, text in (("--sbatch", args.sbatch), ("--server-sbatch", args.server_sbatch)):
+        try:
+            options[flag] = tuple(shlex.split(text))
+        except ValueError as error:
+            raise ConfigError(f"cannot be split into words ({error})", where=flag, fix="close the quotes") from None
+    return JobRequest(
+        nodes=args.nodes, gpus_per_node=args.gpus_per_node, gres=args.gres, time=args.time, partition=args.partition,
+        nproc=args.nproc, setup=Path(args.setup) if args.setup else None, sbatch=options["--sbatch"],
+        server_sbatch=options["--server-sbatch"],
+    )  # fmt: skip
 
 
 def logs(args: Namespace) -> int:

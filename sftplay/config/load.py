@@ -45,8 +45,9 @@ __all__ = ["dump_resolved", "examine_config", "load_config", "load_resolved"]
 TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the config in a YAML file, laid over what it includes, with `a.b=c` texts laid over both.
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, above: Sequence[Layer] = ()) -> RunConfig:
+    """Load the config in a YAML file, laid over what it includes, with `a.b=c` texts laid over both, and the layers
+    `above` over all.
 
     Of two overrides of one key the later one counts. Paths in messages and origins are as the user typed them, those of
     includes relative to the current folder. In a run's folder renamed keys are read by their new names.
@@ -55,14 +56,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: a file that cannot be read or is not YAML.
         ConfigErrors: everything else that is wrong with it, all at once.
     """
-    cfg, problems = examine_config(path, overrides)
+    cfg, problems = examine_config(path, overrides, above=above)
     if problems:
         raise ConfigErrors(problems)
     assert cfg is not None
     return cfg
 
 
-def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig | None, list[ConfigError]]:
+def examine_config(
+    path: str | Path, overrides: Sequence[str] = (), *, above: Sequence[Layer] = ()
+) -> tuple[RunConfig | None, list[ConfigError]]:
     """Return everything that is wrong with a config, and the config with defaults instead of what was refused; None
     where nothing sensible is left. `origins` names only what was accepted.
 
@@ -73,7 +76,7 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
     *included, written = read_layers(path)
     if is_written_by_kit(Path(path)):
         written = with_new_names(written)
-    layers, contradictions = resolve_precision([*included, written, override_layer])
+    layers, contradictions = resolve_precision([*included, written, override_layer, *above])
     problems += contradictions
     merged = merge(resolve_task_mode(layers))
     merged = Layer(_with_empty_sections(merged.values, RunConfig), merged.locations)
