@@ -71,7 +71,7 @@ CLEAR = "\r\x1b[K"
 WARNING = re.compile(r"(\[[\w-]+\] )?(note|warning|out of memory|restart \d+)\b")
 """How a line begins that the user should not overlook."""
 
-NARROWEST, WIDEST = 40, 140  # columns of the live line
+NARROWEST, WITH_BAR, WIDEST = 40, 109, 140  # columns of the live line; from how many on it has a bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,15 +170,18 @@ class Console:
             from tqdm import tqdm
 
             _, began, first = self._began
-            figures = f"  {progress.text}" if progress.text else ""
-            clock = "{elapsed}<{remaining}" if progress.total else "{elapsed}"
-            count = "{n_fmt}/{total_fmt} {bar:24}" if progress.total else "{n_fmt}"
+            figures = f"  {progress.text}".rstrip().replace("{", "(").replace("}", ")")
             width = min(WIDEST, max(NARROWEST, shutil.get_terminal_size().columns - 1))
-            bar = f"{{desc}} {count}{figures.replace('{', '(').replace('}', ')')}  {clock}"
+            if not progress.total:
+                bar = f"{{desc}} {{n_fmt}}{figures}  {{elapsed}}"
+            elif width >= WITH_BAR:
+                bar = f"{{desc}} {{n_fmt}}/{{total_fmt}} {{bar:24}}{figures}  {{elapsed}}<{{remaining}}"
+            else:  # what is cut off at the end is the speed, not the time that is left
+                bar = f"{{desc}} {{n_fmt}}/{{total_fmt}}  {{elapsed}}<{{remaining}}{figures}"
             text = tqdm.format_meter(
                 progress.done, progress.total, now - began, initial=first, ncols=width, bar_format=bar,
                 prefix=f"[{progress.tag}] {progress.what}",
-            ).rstrip()  # fmt: skip
+            ).rstrip()[:width]  # fmt: skip
         elif quiet_s >= 1:
             text += f" ({quiet_s:.0f} s)"
         self.write(CLEAR + text)

@@ -57,9 +57,10 @@ def _report_several(args: Namespace, names: list[str], output: Path) -> int:
     if len(text.encode()) > 100:
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         text = f"{folders[0].name[:60]}-and-{len(folders) - 1}-more-{digest}"
+    title = ", ".join(folder.name for folder in folders) if len(folders) <= 4 else f"{len(folders)} runs"
     path = Path(args.out) if args.out else output / f"report-{text}.html"
     with _writable(path):
-        write_runs_page(folders, path, title=", ".join(names) if len(names) <= 4 else f"{len(names)} runs")
+        write_runs_page(folders, path, title=title)
     print(json.dumps({"report": str(path), "runs": [str(folder.path) for folder in folders]}) if args.json else path)
     return 0
 

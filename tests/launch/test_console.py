@@ -76,6 +76,20 @@ def test_a_live_line_has_bar_figures_and_clock_and_stays_below_what_is_printed(c
     assert written[-1].startswith("\r\x1b[K[train] step 12/100 ")
 
 
+def test_on_eighty_columns_the_live_line_has_loss_rate_and_the_time_left_instead_of_a_bar(clock, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    screen, written = console(is_tty=True)
+    for done in (1200, 1201, 1202):
+        text = "loss 1.2346  rate 2.00e-04  12.3K tokens/s"
+        screen.progress(Progress(tag="train", what="step", done=done, total=4000, text=text))
+        clock[0] += 3600
+    screen.tick(clock[0])
+    drawn = written[-1].removeprefix("\r\x1b[K")
+    # Two steps in two hours, three since the first: 2,798 steps take 4,197 h at 1.5 h a step.
+    assert drawn.startswith("[train] step 1202/4000  3:00:00<4197:00:00  loss 1.2346  rate 2.00e-04  12.3K")
+    assert len(drawn) <= 79
+
+
 def test_progress_in_a_pipe_says_what_is_left_when_nothing_else_was_said(clock):
     screen, written = console(is_tty=False)
     for done in (0, 50):

@@ -226,6 +226,7 @@ def test_report_of_several_names_writes_one_page_over_its_own_and_over_nothing_e
         answer = json.loads(capsys.readouterr().out)
     assert answer == {"report": "outputs/report-a+b+c,d.html", "runs": ["outputs/a", "outputs/b", "outputs/c,d"]}
     assert Tables(Path(answer["report"]).read_text()).column(0, "Run") == ["a", "b", "c,d"]
+    assert "<h1>a, b, c,d</h1>" in Path(answer["report"]).read_text()
     assert main(["report", "--run", "c,d"]) == 0  # one run with a comma in its name
     assert capsys.readouterr().out.strip() == "outputs/c,d/report.html"
     assert main(["report", "--run", "a,b", "--out", "outputs/c,d/report.html"]) == 2
