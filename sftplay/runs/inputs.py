@@ -114,8 +114,7 @@ def load_checked(
 ) -> RunConfig:
     """Return the config as `load_config` does, with its inputs checked too; raise all problems of both at once.
 
-    Without `needs_data` files of rows may be missing, as a plan is often made elsewhere; one that is almost there is
-    refused all the same.
+    Without `needs_data` files of rows may be missing, unless one of almost that name is there.
     """
     cfg, found = examine_config(path, overrides)
     problems: list[SftplayError] = list(found)
