@@ -418,3 +418,103 @@ def test_a_type_of_ones_own_names_columns_and_its_prompt_is_not_offered(tmp_path
     assert (ours["data"]["format"], ours["data"]["columns"]) == ("alpaca", {"instruction": "q"})
     assert ours["data"]["system"] == "Be brief."
     assert fields["datasets.0.type.format"]["verdict"] == "not_offered"
+
+
+def test_a_warm_up_of_no_steps_gives_way_to_the_share_but_in_axolotl(tmp_path):
+    """transformers' TrainingArguments.get_warmup_steps of 4.x: steps above 0 decide; axolotl 0.18.0, base.py: any."""
+    both = {"warmup_steps": 0, "warmup_ratio": 0.1}
+    ours, fields, _ = imported(tmp_path, "llamafactory-lora", **both)
+    assert ours["train"]["warmup_ratio"] == 0.1
+    assert fields["warmup_steps"]["why"] == "it is off, so warmup_ratio decides"
+    ours, fields, _ = imported(tmp_path, "axolotl-bare", **dict(reversed(both.items())))
+    assert ours["train"]["warmup_ratio"] == 0.0
+    assert fields["warmup_ratio"]["verdict"] == "no_effect"
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_axolotl_keeps_the_best_weights_where_each_checkpoint_falls_on_an_evaluation(on, tmp_path):
+    """core/builders/causal.py and utils/config/__init__.py of axolotl 0.18.0; a file that is silent means true."""
+    per_epoch = {"saves_per_epoch": 1, "evals_per_epoch": 4 if on else None}
+    ours, _, made = imported(tmp_path, "axolotl-bare", val_set_size=0.1, num_epochs=4, **per_epoch)
+    assert (ours["train"].get("best_metric"), made.problems) == ("loss" if on else None, [])
+    steps = {"save_steps": 100, "eval_steps": 50 if on else 30, "load_best_model_at_end": True}
+    ours, _, _ = imported(tmp_path, "axolotl-bare", val_set_size=0.1, **steps)
+    assert ours["train"].get("best_metric") == ("loss" if on else None)
+    ours, _, _ = imported(tmp_path, "axolotl-bare", **steps)
+    assert "best_metric" not in ours["train"]
+
+
+def test_the_name_of_a_metric_alone_picks_no_best_weights(tmp_path):
+    for case in ("axolotl-bare", "llamafactory-lora", "trl-bare"):
+        ours, fields, _ = imported(tmp_path, case, metric_for_best_model="eval_loss", load_best_model_at_end=False)
+        assert ("best_metric" in ours["train"], fields["metric_for_best_model"]["verdict"]) == (False, "no_effect")
+
+
+def test_steps_between_checkpoints_count_only_where_the_strategy_is_steps(tmp_path):
+    ours, fields, _ = imported(tmp_path, "llamafactory-lora", save_strategy="epoch", save_steps=50)
+    assert ("save_steps" in ours["train"], fields["save_steps"]["verdict"]) == (False, "auto")
+    ours, _, _ = imported(tmp_path, "llamafactory-bare", save_strategy="epoch")
+    assert "save_steps" not in ours["train"], "the default of 500 steps is none of the strategy epoch"
+
+
+@pytest.mark.parametrize("key", ["use_wandb", "use_mlflow", "use_tensorboard", "use_swanlab", "wandb_project"])
+def test_a_tracker_that_is_switched_off_is_not_switched_on(key, tmp_path):
+    ours, fields, _ = imported(tmp_path, "axolotl-bare", **{key: "" if key == "wandb_project" else False})
+    assert fields[key]["verdict"] == "no_effect"
+    assert "logging" not in ours
+
+
+def test_documents_by_a_name_alone_or_without_a_type_are_read_as_axolotl_does(tmp_path):
+    """utils/data/sft.py and schemas/datasets.py of axolotl 0.18.0: the type of documents is pretrain."""
+    for sets in ("org/texts", [{"path": "org/texts", "text_column": "body"}]):
+        ours, _, _ = imported(tmp_path, "axolotl-bare", pretraining_dataset=sets, datasets=None)
+        assert (ours["task_mode"], ours["data"]["train_path"]) == ("cpt", "org/texts")
+        assert ours["data"].get("columns") == (None if sets == "org/texts" else {"text": "body"})
+
+
+def test_a_text_where_a_block_is_wanted_is_not_called_empty(tmp_path):
+    _, fields, made = imported(tmp_path, "axolotl-bare", datasets="org/rows")
+    assert fields["datasets"]["verdict"] == "not_offered"
+    assert "# - datasets: org/rows - is no block of keys" in made.text
+
+
+def test_a_template_whose_text_is_not_the_models_is_said_at_the_top(tmp_path):
+    """LLaMA-Factory 0.9.6.dev0, data/template.py: default has a text of its own; llama3 is the model's."""
+    for name, said in (("default", True), ("empty", True), ("llama3", False), ("chatml_de", True)):
+        _, _, made = imported(tmp_path, "llamafactory-lora", template=name)
+        assert (f"\n# - template: {name} - " in made.text) == said, name
+    _, _, made = imported(tmp_path, "axolotl-bare", chat_template="llama3")
+    assert "\n# - chat_template: llama3 - axolotl has a text of its own" in made.text
+
+
+def test_a_block_of_deepspeed_says_the_stage_itself_and_offloading_to_nowhere_is_none(tmp_path):
+    zero = {"stage": 2, "offload_optimizer": {"device": "none"}, "overlap_comm": True}
+    block = {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "gradient_clipping": 0.5}
+    for case in ("axolotl-bare", "llamafactory-bare", "trl-bare", "swift-bare"):
+        ours, fields, made = imported(tmp_path, case, deepspeed=block)
+        assert ours["cluster"] == {"strategy": "zero2"}, case
+        assert fields["deepspeed.gradient_clipping"]["verdict"] == "not_offered"
+        assert made.problems == []
+    zero["offload_optimizer"] = {"device": "cpu"}
+    ours, _, _ = imported(tmp_path, "axolotl-bare", deepspeed=block)
+    assert ours["cluster"]["deepspeed"] == "deepspeed_configs/zero2_offload.json"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"": 1},
+        {"chat_template": "\u4f60" * 150},
+        {"deepspeed": "a" * 300},
+        {"deepspeed": {"zero_optimization": None}},
+        {"datasets": [{"path": "a", "type": "chat_template", "message_property_mappings": "role", "roles": ["user"]}]},
+        {"datasets": [{"path": "a", "type": "chat_template", "roles": {"user": [["human"]]}}]},
+        {"datasets": [{"path": "a", "type": "chat_template", "field_messages": [["x"]]}]},
+        {"optim_args": [float("inf")]},
+    ],
+)
+def test_odd_but_readable_values_are_answered(changes, tmp_path):
+    _, fields, made = imported(tmp_path, "axolotl-bare", **changes)
+    assert len(fields) == count_leaves(CASES["axolotl-bare"] | changes)
+    assert json.loads(json.dumps(made.fields, allow_nan=False)) == made.fields
+    assert made.problems == []

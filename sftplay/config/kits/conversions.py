@@ -12,7 +12,7 @@ from typing import Any
 
 from sftplay.config.keys import all_keys, general_key
 from sftplay.config.kits.rows import READERS, convert_rows, convert_template, find_shipped
-from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, is_off, write
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, find_file, is_off, write
 from sftplay.config.resolved import flow
 
 
@@ -30,10 +30,12 @@ def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Steps between two events; below 1 a share of all steps. `with`: the key of the number of steps, if there is one;
-    `epochs: true`: the value counts events in an epoch."""
+    `epochs: true`: the value counts events in an epoch; `when`: the key that says whether steps count at all."""
     to, value, names = rule["to"], as_number(leaf.value), rule.get("with", {})
     if to == "train.eval_steps" and not foreign.holds_out:
         return Answer("no_effect", None, "there are no held-out rows to evaluate")
+    if (word := str(foreign.get(names["when"])) if "when" in names else "") in ("epoch", "no", "best", "False"):
+        return Answer("auto", to, f"once an epoch here: {names['when']} is {'no' if word == 'False' else word}")
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         return Answer("auto", to, "once an epoch here")
     if names.get("epochs"):
@@ -49,11 +51,13 @@ def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_warmup(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Steps of warm-up as a share of all steps. `with`: the key of their number, `total`; `first`: a key that goes
-    before this one."""
+    before this one, where it is above 0, or with `zero` in any case; `share`: a key that decides where this one is 0."""
     value, names, to = as_number(leaf.value), rule.get("with", {}), "train.warmup_ratio"
-    first = names.get("first", "")
-    if first and foreign.number(first):
+    first, share = names.get("first", ""), names.get("share", "")
+    if first and (foreign.get(first) is not None if names.get("zero") else foreign.number(first)):
         return Answer("no_effect", None, f"{first} goes before it")
+    if share and not value and foreign.number(share):
+        return Answer("no_effect", None, f"it is off, so {share} decides")
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         return Answer("not_offered", None, "is no number of steps")
     if value < 1:
@@ -129,21 +133,27 @@ def convert_mode(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_deepspeed(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The ZeRO stage of a DeepSpeed file, from the file or else from its name."""
-    to, value = "cluster.strategy", leaf.value
+    to, value, block = "cluster.strategy", foreign.get("deepspeed"), leaf.key.partition(".")[2]
+    if block and not block.startswith(("zero_optimization.stage", "zero_optimization.offload")):
+        why = "only the stage and offloading are read of it; cluster.deepspeed takes a file with all of it"
+        is_usual = leaf.value in (False, "auto") or block.startswith(("train_", "bf16.", "fp16.", "zero_optimization."))
+        return Answer("no_effect" if is_usual else "not_offered", None, why)
     settings: Any = value
     if isinstance(value, str):
-        places = (Path(value), foreign.folder / value)
-        text = next((place.read_text(encoding="utf-8", errors="replace") for place in places if place.is_file()), "{}")
+        file = find_file(Path(value), foreign.folder / value)
         try:
-            settings = json.loads(text)
-        except ValueError:
+            settings = json.loads(file.read_text(encoding="utf-8", errors="replace") if file else "{}")
+        except (OSError, ValueError, RecursionError):
             settings = {}
-    zero = settings.get("zero_optimization", {}) if isinstance(settings, dict) else {}
+    zero = settings.get("zero_optimization") if isinstance(settings, dict) else {}
+    zero = zero if isinstance(zero, dict) else {}
     named = re.search(r"z(?:ero)?[-_]?([0-3])", str(value)) if isinstance(value, str) else None
-    stage = zero.get("stage", int(named[1]) if named else None)
-    if stage not in (0, 1, 2, 3):
+    stage = as_number(zero.get("stage", int(named[1]) if named else None))
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         return Answer("not_offered", to, "no ZeRO stage can be found in it: write zero1, zero2 or zero3", {})
-    offloads = "offload" in str(value) or any(key.startswith("offload") for key in zero)
+    places = (zero.get(key) for key in ("offload_optimizer", "offload_param"))
+    moved = any(place.get("device") != "none" if isinstance(place, dict) else place for place in places)
+    offloads = moved or (not zero and "offload" in str(value)) or zero.get("cpu_offload") is True
     strategy = "ddp" if stage == 0 else f"zero{stage}"
     if offloads and stage >= 2:
         file = f"deepspeed_configs/zero{stage}_offload.json"
@@ -228,17 +238,39 @@ def convert_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         module, _, function = name.rpartition(".")
         if not module:
             return Answer("not_offered", "rewards", f"{name}: write it as module:function in rewards")
-        weight = as_number(weights[number]) if number < len(weights) else 1.0
+        weight = as_number(weights[number]) if isinstance(weights, list) and number < len(weights) else 1.0
+        weight = weight if isinstance(weight, int | float) else 1.0
         entries.append({"name": re.sub(r"[^A-Za-z0-9_-]", "-", function)[:64], "use": f"{module}:{function}",
                         "weight": float(weight)})  # fmt: skip
     why = "a function here gets `completions` and the columns by name, see docs/rewards.md"
     return Answer("translated", "rewards", why, {"rewards": entries})
 
 
+def convert_best(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Whether the weights of the best evaluation are the result: only where each checkpoint falls on an evaluation.
+    `with`: `save` and `eval`, each the key of steps and that of events in an epoch; `epochs`; `patience`."""
+    names = rule["with"]
+    if not foreign.holds_out or (leaf.value is False and not foreign.get(names["patience"])):
+        return Answer("no_effect", None, "the last weights are kept, as here")
+
+    def find_steps(kind: str) -> Any:
+        steps, events = (foreign.number(key) for key in names[kind].split())
+        count, epochs = events or 0, foreign.number(names["epochs"])
+        is_share = isinstance(count, int | float) and isinstance(epochs, int | float) and count * epochs > 1
+        return 1 / (count * epochs) if is_share else steps
+
+    save, each = find_steps("save"), find_steps("eval")
+    if not all(isinstance(steps, int | float) and 0 < steps < math.inf for steps in (save, each)) or save % each:
+        return Answer("no_effect", None, "no checkpoint falls on an evaluation, so the last weights are kept, as here")
+    return write("train.best_metric", "loss", "each checkpoint falls on an evaluation, and the best one is the result")
+
+
 def convert_tracker(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Trackers by transformers' names. One that is not installed here is said, as `validate` would refuse it. `with`:
     the tracker, where the value is something else of it."""
     to = "logging.backend"
+    if is_off(foreign.kit, leaf.key, leaf.value):
+        return Answer("no_effect", None, "it is off")
     value = (
         [rule["with"]] if "with" in rule else leaf.value if isinstance(leaf.value, list) else str(leaf.value).split(",")
     )
@@ -272,6 +304,7 @@ CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
     "listed": convert_listed,
     "column": convert_column,
     "rewards": convert_rewards,
+    "best": convert_best,
     "tracker": convert_tracker,
     "template": convert_template,
     "rows": convert_rows,

@@ -17,7 +17,7 @@ import yaml
 from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.keys import general_key
 from sftplay.config.kits.switches import CONVERSIONS
-from sftplay.config.kits.table import Answer, Foreign, Kit, Leaf, Rule, Verdict, as_number, is_off, read_kits, write
+from sftplay.config.kits.table import EMPTY, Answer, Foreign, Kit, Leaf, Rule, Verdict, as_number, is_off, read_kits, write
 from sftplay.config.load import examine_config
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError, nearest_names, without_secrets
@@ -73,10 +73,11 @@ NEEDED = ("model.name", "task_mode", "data.train_path", "datasets")
 
 def _without_refused(answer: Answer, reasons: Mapping[str, ConfigError]) -> Answer:
     """The answer without a value that this kit's own rules refuse."""
-    refused = [key for key in answer.values if key in reasons and key not in NEEDED]
+    blamed = {key: next((at for at in reasons if f"{at}.".startswith(f"{key}.")), None) for key in answer.values}
+    refused = {key: reasons[at] for key, at in blamed.items() if at and key not in NEEDED}
     if not refused:
         return answer
-    why = f"refused here: {reasons[refused[0]].what.replace(chr(10), ' ')}"
+    why = f"refused here: {next(iter(refused.values())).what.replace(chr(10), ' ')}"
     values = {key: value for key, value in answer.values.items() if key not in refused}
     became = None if answer.became in refused else answer.became
     return replace(answer, verdict="not_offered", became=became, why=why, values=values)
@@ -212,6 +213,8 @@ def _silent(foreign: Foreign, leaves: list[Leaf]) -> Iterator[Leaf]:
 
 
 def _hidden(leaf: Leaf) -> Any:
+    if isinstance(leaf.value, list):
+        return [_hidden(leaf._replace(value=one)) for one in leaf.value]
     if isinstance(leaf.value, str) and leaf.value and SECRET.search(leaf.key):
         return "(hidden)"
     if isinstance(leaf.value, float) and not math.isfinite(leaf.value):
@@ -242,6 +245,8 @@ def find_answer(leaf: Leaf, foreign: Foreign) -> Answer:
         default = kit.defaults.get(key)
         return Answer("no_effect", None, "empty" if default is None else f"empty: {kit.title} takes {flow(default)}")
     part, rule = found
+    if found == EMPTY and not is_off(kit, key, leaf.value):
+        return Answer("not_offered", None, f"is no block of keys, as {kit.title} has it here")
     if part == "rules":
         answer = _follow(leaf, rule if isinstance(rule, Mapping) else {"to": rule}, foreign)
         has_value = answer.verdict != "not_offered" or answer.values
@@ -256,7 +261,7 @@ def _follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     if "by" in rule:
         return CONVERSIONS[rule["by"]](leaf, rule, foreign)
     to, why, value, differs = rule["to"], rule.get("why", ""), as_number(leaf.value), rule.get("differs", False)
-    if foreign.get(rule.get("first", "")) is not None:
+    if "first" in rule and foreign.get(rule["first"]) is not None:
         return Answer("no_effect", None, f"{rule['first']} decides")
     choices = {there if str(there)[:1] == "[" else flow(there): here for there, here in rule.get("values", {}).items()}
     shown = flow(leaf.value)

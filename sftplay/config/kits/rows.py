@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, Verdict, is_off, write
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, Verdict, find_file, is_off, write
 from sftplay.places import ROOT, shipped
 
 ALPACA = "configs/templates/alpaca.jinja"
@@ -58,22 +58,26 @@ def convert_rows(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_template(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The chat template by its name there. `with`: the reader of the data sets; `values`: name -> auto, chatml or
-    alpaca; any other is the model's own, which auto takes."""
+    alpaca; any other is the model's own, which auto takes. `own`: names whose text need not be the model's, * all;
+    `says`: name -> in what the one that is taken differs."""
     sets = READERS[rule["with"]](rule.get("sets", "datasets"), foreign) if "with" in rule else []
     to, name, known = "data.template", str(leaf.value), rule.get("values", {})
     if sets and all(one.template or one.kind == "cpt" for one in sets):
         return Answer("no_effect", None, "the rows have a prompt of their own, or none")
-    here = known.get(name)
+    here, says = known.get(name), rule.get("says", {}).get(name, "")
     if name in known and here is None:
         return Answer("no_effect", None, "another key has the template")
     if here == "alpaca":
         return write(to, find_shipped(ALPACA), "the Alpaca prompt")
     if here:
-        return write(to, here)
-    if name.endswith((".jinja", ".jinja2", ".j2")) or (len(name) < 200 and Path(name).is_file()):
+        return write(to, here, says, differs=bool(says))
+    if name.endswith((".jinja", ".jinja2", ".j2")) or find_file(Path(name)):
         return write(to, name)
     if "{" in name:
         return Answer("not_offered", to, "write the template into a file and name that")
+    if rule.get("own") == "*" or name in rule.get("own", "").split():
+        why = f"{foreign.kit.title} has a text of its own for it; here the tokenizer's own is taken, or a Jinja file"
+        return Answer("auto", to, why, differs=True)
     return Answer("auto", to, "the tokenizer's own; a base model without one needs chatml or a Jinja file")
 
 
@@ -137,6 +141,9 @@ def read_axolotl(key: str, foreign: Foreign) -> list[DataSet]:
     """Data sets as axolotl writes them: a list of `path`, `type`, `field_messages` and others."""
     found = foreign.get(key)
     entries = found if isinstance(found, list) else [found] if isinstance(found, dict) else []
+    if isinstance(found, str) and key == "pretraining_dataset":
+        answer = Answer("translated", "data.train_path", "documents, all of whose tokens are learned, in full blocks")
+        return [DataSet(found, kind="cpt", answers={key: answer})]
     return [
         _axolotl_set(entry, f"{key}.{number}" if isinstance(found, list) else key, foreign)
         for number, entry in enumerate(entries)
@@ -160,9 +167,11 @@ def _axolotl_set(entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> Dat
         if files:
             why = "some files of a data set cannot be chosen: all rows of its split train are read"
             answers[f"{prefix}.data_files"] = Answer("not_offered", None, why)
-    kind = entry.get("type")
+    kind = entry.get("type") or ("pretrain" if prefix.startswith("pretraining_dataset") else None)
     answers |= _axolotl_type(one, kind, prefix, foreign)
-    turns, mapping = entry.get("field_messages"), entry.get("message_property_mappings") or {}
+    turns, mapping, roles = (entry.get(name) for name in ("field_messages", "message_property_mappings", "roles"))
+    turns = None if turns is None else str(turns)
+    mapping, roles = (value if isinstance(value, dict) else {} for value in (mapping, roles))
     role = mapping.get("role") or entry.get("message_field_role")
     content = mapping.get("content") or entry.get("message_field_content")
     is_sharegpt = role == "from" or content == "value" or (turns in SHAREGPT and one.format != "messages")
@@ -181,8 +190,8 @@ def _axolotl_set(entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> Dat
         verdict: Verdict = "translated" if keeps and is_plain else "not_offered"
         reason = why if is_plain else "this key of a message is found by its own name, or not read"
         answers[f"{prefix}.{name}"] = Answer(verdict, to if verdict == "translated" else None, reason)
-    for role_name, names in (entry.get("roles") or {}).items():
-        is_known = set(names if isinstance(names, list) else [names]) <= set(ROLES)
+    for role_name, names in roles.items():
+        is_known = all(name in ROLES for name in (names if isinstance(names, list) else [names]))
         answers[f"{prefix}.roles.{role_name}"] = (
             Answer("no_effect", None, "these roles are known here")
             if is_known

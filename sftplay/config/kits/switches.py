@@ -97,7 +97,9 @@ def convert_known_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     here, and `keys`, options that are the value of the first of some keys of the file."""
     names, to = leaf.value if isinstance(leaf.value, list) else [leaf.value], "rewards"
     weights = foreign.get(rule["with"]["weights"])
-    weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
+    weights = [as_number(weight) for weight in weights] if isinstance(weights, list) else []
+    is_each = len(weights) == len(names) and all(isinstance(weight, int | float | None) for weight in weights)
+    weights = weights if is_each else [None] * len(names)
     known, entries, unknown = rule["with"]["known"], [], []
     for name, weight in zip(map(str, names), weights, strict=True):
         dotted = re.fullmatch(r"([\w.]+)[.:]([A-Za-z_]\w*)", name)
@@ -138,8 +140,10 @@ def convert_rollout(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     `with`: the keys `rows` and `accum`."""
     names, to, value = rule["with"], "grpo.steps_per_generation", as_number(leaf.value)
     rows, accum = foreign.number(names["rows"]) or 1, foreign.number(names["accum"]) or 1
+    if not all(isinstance(number, int) and number > 0 for number in (rows, accum, value)):
+        return Answer("not_offered", None, "no number of steps can be made of it")
     unit = rows * accum * foreign.nproc if names.get("completions") else accum
-    if not isinstance(value, int) or value % unit:
+    if value % unit:
         return Answer("not_offered", None, f"is no multiple of a step, {unit} here: one step learns from each batch")
     return write(to, value // unit)
 
