@@ -19,8 +19,10 @@ from sftplay.config.resolved import flow
 def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Rows of a micro-batch times accumulation times GPUs. `with`: the keys `rows` and `accum`, perhaps `total`."""
     names = rule["with"]
-    rows, accum = (foreign.number(names[name]) or 1 for name in ("rows", "accum"))
-    total = None if names["accum"] in foreign.tree else foreign.number(names.get("total", ""))
+    rows, accum, total = (foreign.number(names.get(name, "")) or None for name in ("rows", "accum", "total"))
+    rows, accum, total = rows or 1, accum or 1, None if accum else total
+    rows, accum, total = (int(size) if isinstance(size, float) and size.is_integer() else size
+                          for size in (rows, accum, total))  # fmt: skip
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in (rows, accum, total or 1)):
         return Answer("not_offered", None, "no number of rows can be made of it")
     size = (total or rows * accum) * foreign.nproc
@@ -166,10 +168,12 @@ def convert_fsdp(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     switches that are false where weights stay whole; `replicas`, the key of their number."""
     to, names = "cluster.strategy", rule["with"]
     words = [str(foreign.get(key) or "") for key in names["words"].split()]
-    shown = " ".join(words).lower()
-    if is_off(foreign.kit, general_key(leaf.key), leaf.value) and not shown.strip():
+    numbered = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}
+    shown = " ".join(numbered.get(word, word) for word in words).lower()
+    kept = names.get("keeps", "").split()
+    if is_off(foreign.kit, general_key(leaf.key), leaf.value) and not shown.strip() and leaf.key not in kept:
         return Answer("no_effect", None, "it is off")
-    keeps = any(foreign.get(key) is False for key in names.get("keeps", "").split())
+    keeps = any(foreign.get(key) is False for key in kept)
     replicas = foreign.number(names["replicas"]) if "replicas" in names else None
     if "hybrid" in shown or (isinstance(replicas, int) and replicas > 1):
         found = "hsdp"
@@ -191,6 +195,8 @@ def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     bits = [as_number(foreign.get(key)) for key in names["four_bits"].split()]
     if leaf.key != names["mode"] and is_off(foreign.kit, leaf.key, leaf.value):
         return Answer("no_effect", None, "it is off")
+    if leaf.key != names["mode"] and here == "full":
+        return Answer("not_offered", None, "4 bits are for an adapter on a frozen base: every weight trains, in 16 bits")
     if leaf.key != names["mode"] and as_number(leaf.value) not in (True, 4):
         return Answer("not_offered", None, "4 bits are offered, as qlora; here the base lies in 16 bits")
     here = "qlora" if here == "lora" and any(value in (True, 4) for value in bits) else here
@@ -199,9 +205,10 @@ def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_packing(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Rows packed into blocks. Other kits count blocks where this one counts rows, which `why` says. `with`: the reader
-    and the key of the data sets: documents, and several sets, are blocks in any case."""
+    and the key of the data sets: documents, and several sets, are blocks in any case; `forces`: a key that makes it true."""
     packs = leaf.value in (True, "true", "True")
     if "with" in rule:
+        packs = packs or foreign.get(rule["with"].get("forces", "")) is True
         sets = READERS[rule["with"]["reader"]](rule["with"]["sets"], foreign)
         if sets and (len(sets) > 1 or sets[0].kind == "cpt"):
             return Answer("auto", "task_mode", "the rows are full blocks of model.max_seq_len tokens")

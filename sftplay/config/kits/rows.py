@@ -50,6 +50,10 @@ def convert_rows(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         return found
     values, why, differs = combine(sets)
     values = {**values, **found.values}
+    if found.became == "data.columns" and "data.columns" not in values:
+        if any(one.columns for one in sets):
+            return Answer("not_offered", None, "the columns of these sets differ: give them the same names")
+        return Answer("no_effect", None, "the column has this name already")
     is_path = found.became == "data.train_path"
     became = "datasets" if is_path and len(sets) > 1 else found.became
     return Answer(found.verdict, became, "; ".join(filter(None, (found.why, why if is_path else ""))), values,
@@ -282,7 +286,7 @@ def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: 
             if name in rows.get(what, "").split():
                 why = rows[f"why_{what}"]
                 return DataSet(name, answers={name: Answer("not_offered", "task_mode", why, {"task_mode": mode}, True)})
-        for entry in rows.get("shipped", ()):
+        for entry in rows.get("shipped", ()) if not str(foreign.get("dataset_dir")).startswith("REMOTE:") else ():
             if place := entry["sets"].get(name):
                 info = {**entry, ("file_name" if "/" not in place and "." in place else "hf_hub_url"): place}
     if info is None:

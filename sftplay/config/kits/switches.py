@@ -184,8 +184,8 @@ def convert_filled(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_only(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """A list with one entry."""
-    found = leaf.value if isinstance(leaf.value, list) else [leaf.value]
+    """A list with one entry, or with commas between several."""
+    found = leaf.value if isinstance(leaf.value, list) else re.split(r",\s*", str(leaf.value))
     if len(found) > 1:
         return Answer("not_offered", rule["to"], f"takes one: {found[0]}", {rule["to"]: str(found[0])})
     return write(rule["to"], str(found[0])) if found else Answer("no_effect", None, "empty")
