@@ -19,6 +19,7 @@ from sftplay.config.keys import all_keys, list_keys
 from sftplay.config.kits.convert import CONVERSIONS, Imported, import_config
 from sftplay.config.kits.table import Kit, read_kits
 from sftplay.config.load import load_config
+from sftplay.errors import ConfigError
 from sftplay.data.records import Chat, Message, Source
 from sftplay.data.render.templates import ChatTemplate
 from sftplay.runs.inputs import known_shape
@@ -518,3 +519,63 @@ def test_odd_but_readable_values_are_answered(changes, tmp_path):
     assert len(fields) == count_leaves(CASES["axolotl-bare"] | changes)
     assert json.loads(json.dumps(made.fields, allow_nan=False)) == made.fields
     assert made.problems == []
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "key", "said"),
+    [
+        ("axolotl-bare", {"adapter": None, "load_in_4bit": True}, "load_in_4bit", "4 bits are for an adapter"),
+        ("axolotl-bare", {"datasets": [{"path": "a/b"}]}, "datasets.0.path", "token ids already"),
+        ("axolotl-bare", {"datasets": [{"path": "s3://a/b", "type": "alpaca"}]}, "datasets.0.path", "copy the files"),
+        ("axolotl-bare", {"output_dir": "${OUT}/x"}, "output_dir", "${...} is not replaced here"),
+        ("verl-sft", {"model": {"path": "???", "lora_rank": 4}}, "model.path", "the value is missing"),
+        ("llamafactory-lora", {"adapter_name_or_path": "a,b"}, "adapter_name_or_path", "takes one"),
+        ("llamafactory-lora", {"template": "qwen3", "enable_thinking": False}, "enable_thinking", "decides about"),
+        ("swift-lora", {"target_modules": "DEFAULT"}, "target_modules", "which layers that means"),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_the_top(case, changes, key, said, tmp_path):
+    _, fields, made = imported(tmp_path, case, **changes)
+    assert said in fields[key]["why"]
+    assert re.search(rf"^# - {re.escape(key)}: .*{re.escape(said)}", made.text, re.M)
+
+
+def test_words_of_other_forms_mean_the_same(tmp_path):
+    """FSDP's strategies by number; all layers in capitals; an adapter that is none; rows of a step as 8.0."""
+    ours, _, _ = imported(tmp_path, "axolotl-bare", fsdp_config={"fsdp_sharding_strategy": 2})
+    assert ours["cluster"]["strategy"] == "zero2"
+    _, fields, _ = imported(tmp_path, "axolotl-bare", fsdp_config={"reshard_after_forward": False})
+    assert fields["fsdp_config.reshard_after_forward"]["became"] == "cluster.strategy"
+    ours, _, _ = imported(tmp_path, "swift-lora", target_modules="ALL")
+    assert ours["tuning"]["lora"]["target_modules"] == "auto"
+    assert imported(tmp_path, "axolotl-bare", adapter="None")[0]["tuning"] == {"mode": "full"}
+    ours, _, _ = imported(tmp_path, "llamafactory-bare", gradient_accumulation_steps=4.0)
+    assert ours["train"]["effective_batch_size"] == 32
+    assert imported(tmp_path, "llamafactory-bare", packing=False, neat_packing=True)[0]["train"]["packing"] is True
+
+
+def test_an_adapter_that_is_not_offered_keeps_its_rank(tmp_path):
+    ours, _, _ = imported(tmp_path, "axolotl-bare", adapter="dora", lora_r=8)
+    assert (ours["tuning"]["mode"], ours["tuning"]["lora"]["r"]) == ("lora", 8)
+
+
+def test_columns_that_are_not_written_are_not_called_translated(tmp_path):
+    sets = [{"path": "a/b", "type": "completion", "field": "body"}, {"path": "c/d", "type": "alpaca"}]
+    _, fields, _ = imported(tmp_path, "axolotl-bare", datasets=sets)
+    assert fields["datasets.0.field"]["verdict"] == "not_offered"
+    _, fields, _ = imported(tmp_path, "axolotl-bare", datasets=[sets[0] | {"field": "text"}])
+    assert fields["datasets.0.field"]["verdict"] == "no_effect"
+
+
+def test_a_file_without_a_stage_is_still_one_of_llamafactory(tmp_path):
+    path = tmp_path / "few.yaml"
+    path.write_text("model_name_or_path: m\ndo_train: true\ndataset: identity\nlora_target: all\noutput_dir: o\n")
+    assert import_config(path).kit.name == "llamafactory"
+
+
+def test_lists_of_lists_by_aliases_are_refused_before_they_fill_the_memory(tmp_path):
+    path = tmp_path / "bomb.yaml"
+    steps = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    path.write_text("\n".join(["base_model: m", "a0: &a0 [x, x]", *steps]))
+    with pytest.raises(ConfigError, match="to no end"):
+        import_config(path)

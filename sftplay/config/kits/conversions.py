@@ -105,8 +105,12 @@ def convert_targets(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         return Answer("translated", to, f"{names['all']} takes every linear layer", {to: "auto"})
     parts = value if isinstance(value, list) else re.split(r",\s*", str(value))
     parts = [str(part).strip() for part in parts if str(part).strip()]
-    if any(part in names.get("words", "all all-linear all_linear").split() for part in parts) or not parts:
+    if any(part.lower() in names.get("words", "all all-linear all_linear").split() for part in parts) or not parts:
         return write(to, "auto", "every linear layer but the output head")
+    if any(part.lower() in ("default", "auto", "embedding") for part in parts):
+        return Answer(
+            "not_offered", to, "which layers that means is not known here; auto takes every linear one", {to: "auto"}
+        )
     if any(set(part) & set("*[]()|^$\\+?") for part in parts):
         why = "a pattern is not offered, only names of layers; auto takes every linear layer"
         return Answer("not_offered", to, why, {to: "auto"})
@@ -196,7 +200,9 @@ def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     if leaf.key != names["mode"] and is_off(foreign.kit, leaf.key, leaf.value):
         return Answer("no_effect", None, "it is off")
     if leaf.key != names["mode"] and here == "full":
-        return Answer("not_offered", None, "4 bits are for an adapter on a frozen base: every weight trains, in 16 bits")
+        return Answer(
+            "not_offered", None, "4 bits are for an adapter on a frozen base: every weight trains, in 16 bits"
+        )
     if leaf.key != names["mode"] and as_number(leaf.value) not in (True, 4):
         return Answer("not_offered", None, "4 bits are offered, as qlora; here the base lies in 16 bits")
     here = "qlora" if here == "lora" and any(value in (True, 4) for value in bits) else here

@@ -17,12 +17,25 @@ import yaml
 from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.keys import general_key
 from sftplay.config.kits.switches import CONVERSIONS
-from sftplay.config.kits.table import EMPTY, Answer, Foreign, Kit, Leaf, Rule, Verdict, as_number, is_off, read_kits, write
+from sftplay.config.kits.table import (
+    EMPTY,
+    Answer,
+    Foreign,
+    Kit,
+    Leaf,
+    Rule,
+    Verdict,
+    as_number,
+    is_off,
+    read_kits,
+    write,
+)
 from sftplay.config.load import examine_config
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError, nearest_names, without_secrets
 
 MOST_LEAVES = 10_000
+OPEN = re.compile(r"\$\{[\w.:,/-]+\}")
 SECRET = re.compile(r"(api_key|hub_token|auth_token|secret|password)$")
 
 
@@ -120,7 +133,7 @@ def _write(
             notes.append(note)
     gpus = f"{nproc} GPU" + ("s" if nproc > 1 else "")
     head = [
-        f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {path.name}.",
+        f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {print_on_one_line(path.name)}.",
         "# Every other key and its default: `sftplay manual`. Next: validate, inspect, plan, train.",
         f"# A step has the rows of {gpus}: other kits multiply them by their GPUs, here NPROC= says how many.",
         *(["#", "# NOT OFFERED, so `validate` refuses this config and nothing trains:"] if refusals else []),
@@ -145,7 +158,8 @@ def read_tree(path: Path) -> dict[str, Any]:
         what = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"is not YAML: {what}", where=where, fix="correct the file there") from None
     try:  # aliases can make a small file endless
-        is_endless = len(list(islice(list_leaves(tree), MOST_LEAVES + 1))) > MOST_LEAVES
+        is_endless = len(list(islice(_values(tree), 10 * MOST_LEAVES + 1))) > 10 * MOST_LEAVES
+        is_endless = is_endless or len(list(islice(list_leaves(tree), MOST_LEAVES + 1))) > MOST_LEAVES
         tree = None if is_endless else _plain(tree)
     except RecursionError:
         is_endless = True
@@ -154,6 +168,13 @@ def read_tree(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict) or not tree:
         raise ConfigError("holds no keys with values", where=str(path), fix="name a YAML config with IN=FILE")
     return tree
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Yield the value and every value in it."""
+    yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _values(inner)
 
 
 def _plain(value: Any) -> Any:
@@ -244,11 +265,16 @@ def find_answer(leaf: Leaf, foreign: Foreign) -> Answer:
     if leaf.value is None:
         default = kit.defaults.get(key)
         return Answer("no_effect", None, "empty" if default is None else f"empty: {kit.title} takes {flow(default)}")
+    if leaf.value == "???":
+        return Answer("not_offered", None, "the value is missing, as ??? says: write it")
     part, rule = found
     if found == EMPTY and not is_off(kit, key, leaf.value):
         return Answer("not_offered", None, f"is no block of keys, as {kit.title} has it here")
     if part == "rules":
         answer = _follow(leaf, rule if isinstance(rule, Mapping) else {"to": rule}, foreign)
+        if any(isinstance(value, str) and OPEN.search(value) for value in answer.values.values()):
+            why = "; ".join(filter(None, (answer.why, "${...} is not replaced here: write its value")))
+            answer = replace(answer, why=why, differs=True)
         has_value = answer.verdict != "not_offered" or answer.values
         return answer if has_value else replace(answer, became=None)
     if part == "not_offered" and is_off(kit, key, leaf.value):

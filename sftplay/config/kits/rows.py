@@ -171,7 +171,14 @@ def _axolotl_set(entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> Dat
         if files:
             why = "some files of a data set cannot be chosen: all rows of its split train are read"
             answers[f"{prefix}.data_files"] = Answer("not_offered", None, why)
+    if re.search(r"[*?]|://", one.path):
+        why = "is no file, folder or name of the hub: copy the files here, and name their folder"
+        where = f"{prefix}.data_files" if one.path != path else f"{prefix}.path"
+        answers[where] = Answer("not_offered", "data.train_path", why)
     kind = entry.get("type") or ("pretrain" if prefix.startswith("pretraining_dataset") else None)
+    if is_off(foreign.kit, "datasets.type", kind) and prefix.startswith("datasets"):
+        why = "without a type its rows are token ids already, which are not read: give the texts"
+        answers[f"{prefix}.path"] = Answer("not_offered", "data.train_path", why)
     answers |= _axolotl_type(one, kind, prefix, foreign)
     turns, mapping, roles = (entry.get(name) for name in ("field_messages", "message_property_mappings", "roles"))
     turns = None if turns is None else str(turns)
@@ -191,7 +198,7 @@ def _axolotl_set(entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> Dat
                  "message_field_role", "message_field_content"):  # fmt: skip
         last = name.rpartition(".")[2]
         is_plain = last in ("field_messages", "role", "content", "message_field_role", "message_field_content")
-        verdict: Verdict = "translated" if keeps and is_plain else "not_offered"
+        verdict: Verdict = "translated" if last == "field_messages" or (keeps and is_plain) else "not_offered"
         reason = why if is_plain else "this key of a message is found by its own name, or not read"
         answers[f"{prefix}.{name}"] = Answer(verdict, to if verdict == "translated" else None, reason)
     for role_name, names in roles.items():
@@ -212,13 +219,13 @@ def _axolotl_type(one: DataSet, kind: Any, prefix: str, foreign: Foreign) -> dic
         one.format, answers = "alpaca", {}
         for name in kind:
             field_name = name.removeprefix("field_")
-            if name.startswith("field_") and field_name in ("instruction", "input", "output", "system"):
-                one.columns |= {field_name: str(kind[name])} if kind[name] and kind[name] != field_name else {}
-                answers[f"{at}.{name}"] = Answer("translated", "data.columns")
-            elif name == "system_prompt" and kind[name]:
-                answers[f"{at}.{name}"] = write("data.system", str(kind[name]))
-            elif not kind[name]:
+            if not kind[name]:
                 answers[f"{at}.{name}"] = Answer("no_effect", None, "empty")
+            elif name.startswith("field_") and field_name in ("instruction", "input", "output", "system"):
+                one.columns |= {field_name: str(kind[name])} if kind[name] != field_name else {}
+                answers[f"{at}.{name}"] = Answer("translated", "data.columns")
+            elif name == "system_prompt":
+                answers[f"{at}.{name}"] = write("data.system", str(kind[name]))
             else:
                 why = "a prompt of your own is a Jinja file here: name it with data.template"
                 answers[f"{at}.{name}"] = Answer("not_offered", "data.template", why)
