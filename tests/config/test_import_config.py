@@ -19,9 +19,9 @@ from sftplay.config.keys import all_keys, list_keys
 from sftplay.config.kits.convert import CONVERSIONS, Imported, import_config
 from sftplay.config.kits.table import Kit, read_kits
 from sftplay.config.load import load_config
-from sftplay.errors import ConfigError
 from sftplay.data.records import Chat, Message, Source
 from sftplay.data.render.templates import ChatTemplate
+from sftplay.errors import ConfigError
 from sftplay.runs.inputs import known_shape
 
 ROOT = Path(__file__).resolve().parents[2]

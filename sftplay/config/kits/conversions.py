@@ -19,12 +19,11 @@ from sftplay.config.resolved import flow
 def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Rows of a micro-batch times accumulation times GPUs. `with`: the keys `rows` and `accum`, perhaps `total`."""
     names = rule["with"]
-    rows, accum, total = (foreign.number(names.get(name, "")) or None for name in ("rows", "accum", "total"))
-    rows, accum, total = rows or 1, accum or 1, None if accum else total
-    rows, accum, total = (int(size) if isinstance(size, float) and size.is_integer() else size
-                          for size in (rows, accum, total))  # fmt: skip
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in (rows, accum, total or 1)):
+    sizes = [foreign.number(names[name]) or None if name in names else None for name in ("rows", "accum", "total")]
+    sizes = [int(size) if isinstance(size, float) and size.is_integer() else size for size in sizes]
+    if any(isinstance(size, bool) or not isinstance(size, int | None) or (size or 1) < 1 for size in sizes):
         return Answer("not_offered", None, "no number of rows can be made of it")
+    rows, accum, total = sizes[0] or 1, sizes[1] or 1, None if sizes[1] else sizes[2]
     size = (total or rows * accum) * foreign.nproc
     how = f"a step of {total}" if total else f"micro-batch {rows} x accumulation {accum}"
     return write("train.effective_batch_size", size, f"{how} x GPUs {foreign.nproc}")
@@ -53,7 +52,7 @@ def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_warmup(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Steps of warm-up as a share of all steps. `with`: the key of their number, `total`; `first`: a key that goes
-    before this one, where it is above 0, or with `zero` in any case; `share`: a key that decides where this one is 0."""
+    before this one, where it is above 0, or with `zero` in any case; `share`: one that decides where this one is 0."""
     value, names, to = as_number(leaf.value), rule.get("with", {}), "train.warmup_ratio"
     first, share = names.get("first", ""), names.get("share", "")
     if first and (foreign.get(first) is not None if names.get("zero") else foreign.number(first)):
@@ -162,8 +161,8 @@ def convert_deepspeed(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     offloads = moved or (not zero and "offload" in str(value)) or zero.get("cpu_offload") is True
     strategy = "ddp" if stage == 0 else f"zero{stage}"
     if offloads and stage >= 2:
-        file = f"deepspeed_configs/zero{stage}_offload.json"
-        return Answer("translated", to, "with offloading", {to: strategy, "cluster.deepspeed": find_shipped(file)})
+        shown = f"deepspeed_configs/zero{stage}_offload.json"
+        return Answer("translated", to, "with offloading", {to: strategy, "cluster.deepspeed": find_shipped(shown)})
     return write(to, strategy, "" if stage else "ZeRO stage 0 shares nothing")
 
 
@@ -211,7 +210,7 @@ def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_packing(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Rows packed into blocks. Other kits count blocks where this one counts rows, which `why` says. `with`: the reader
-    and the key of the data sets: documents, and several sets, are blocks in any case; `forces`: a key that makes it true."""
+    and the key of the data sets: documents, and several sets, are blocks in any case; `forces`: a key that does it."""
     packs = leaf.value in (True, "true", "True")
     if "with" in rule:
         packs = packs or foreign.get(rule["with"].get("forces", "")) is True

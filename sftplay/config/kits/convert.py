@@ -132,8 +132,9 @@ def _write(
         elif answer.verdict == "not_offered" or answer.differs:
             notes.append(note)
     gpus = f"{nproc} GPU" + ("s" if nproc > 1 else "")
+    name = print_on_one_line(path.name)
     head = [
-        f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {print_on_one_line(path.name)}.",
+        f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {name}.",
         "# Every other key and its default: `sftplay manual`. Next: validate, inspect, plan, train.",
         f"# A step has the rows of {gpus}: other kits multiply them by their GPUs, here NPROC= says how many.",
         *(["#", "# NOT OFFERED, so `validate` refuses this config and nothing trains:"] if refusals else []),
