@@ -579,3 +579,30 @@ def test_lists_of_lists_by_aliases_are_refused_before_they_fill_the_memory(tmp_p
     path.write_text("\n".join(["base_model: m", "a0: &a0 [x, x]", *steps]))
     with pytest.raises(ConfigError, match="to no end"):
         import_config(path)
+
+
+def test_weights_that_are_held_in_16_bits_there_are_said_at_the_top(tmp_path):
+    """axolotl 0.18.0, loaders/model.py, loads them as bf16 says; LLaMA-Factory with pure_bf16; TRL and ms-swift by
+    dtype. Here mode full holds them in 32."""
+    said = "every weight is held in 32 bits here"
+    for case, changes, halves in (
+        ("axolotl-full-fsdp", {"bf16": True}, True),
+        ("axolotl-full-fsdp", {"bf16": False, "fp16": False}, False),
+        ("axolotl-qlora", {"bf16": True}, False),
+        ("llamafactory-full-zero", {"bf16": True, "pure_bf16": False}, False),
+        ("llamafactory-full-zero", {"bf16": None, "pure_bf16": True}, True),
+        ("trl-bare", {"dtype": "bfloat16"}, True),
+        ("trl-bare", {"bf16": True}, False),
+        ("trl-qlora", {"dtype": "bfloat16"}, False),
+        ("swift-lora", {"torch_dtype": "bfloat16", "tuner_type": "full"}, True),
+    ):
+        _, _, made = imported(tmp_path, case, **changes)
+        assert len(re.findall(f"^# - .*{said}", made.text, re.M)) == halves, (case, changes)
+
+
+def test_a_schedule_of_another_form_is_said_and_its_decay_is_a_share(tmp_path):
+    changes = {"max_steps": 100, "lr_scheduler_kwargs": {"num_decay_steps": 10}}
+    for case, key in (("axolotl-bare", "lr_scheduler"), ("trl-bare", "lr_scheduler_type")):
+        ours, fields, _ = imported(tmp_path, case, **{key: "warmup_stable_decay"}, **changes)
+        assert (ours["train"]["lr_scheduler"], ours["train"]["decay_ratio"]) == ("warmup_stable_decay", 0.1)
+        assert fields[key]["verdict"] == "not_offered"

@@ -12,7 +12,7 @@ from typing import Any
 
 from sftplay.config.keys import all_keys, general_key
 from sftplay.config.kits.rows import READERS, convert_rows, convert_template, find_shipped
-from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, find_file, is_off, write
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, find_file, is_off, write, write_precision
 from sftplay.config.resolved import flow
 
 
@@ -80,8 +80,9 @@ def convert_held_out(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_precision(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """The number format that several switches make together. `with`: the keys `bf16` and `fp16`, each one or more."""
-    to, names = "train.precision", rule["with"]
+    """The number format that several switches make together. `with`: the keys `bf16` and `fp16`, each one or more;
+    `pure`, the switch of weights in 16 bits, or `adapter`, the key without which all weights train so."""
+    names = rule["with"]
 
     def is_asked(kind: str, of: Callable[[str], Any]) -> bool:
         return any(of(key) not in (None, False, "false", "auto", "AUTO") for key in names[kind].split())
@@ -93,7 +94,9 @@ def convert_precision(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     else:  # where one is switched off, and the other not on, nothing but fp32 is left
         is_auto = any(foreign.get(key) in ("auto", "AUTO") for key in names["bf16"].split())
         chosen = "auto" if is_auto else "fp32"
-    return write(to, chosen)
+    says = names.get("pure") or names["bf16"].split()[0]
+    halves = foreign.get(names["pure"]) is True if "pure" in names else not foreign.is_on(names["adapter"])
+    return write_precision(leaf.key, chosen, says, halves=halves)
 
 
 def convert_targets(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.config.kits import conversions
-from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, write
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, write, write_precision
 from sftplay.config.resolved import flow
 
 
@@ -53,15 +53,19 @@ def follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_number_format(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The number format: a true bf16 or fp16 decides, else that of the weights. `with`: the key `dtype` of these, and
-    `silent`, what the kit computes in where neither is given, by the format of the weights."""
-    to, names = "train.precision", rule["with"]
+    `silent`, what the kit computes in where neither is given, by the format of the weights; `adapter`: the key
+    without which all weights train, in the format of the weights."""
+    names = rule["with"]
     bf16, fp16, dtype = (foreign.get(key) for key in ("bf16", "fp16", names["dtype"]))
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
     if bf16 is True or fp16 is True:
-        return write(to, "bf16" if bf16 is True else "fp16")
-    if bf16 is False and (fp16 is False or "silent" not in names):
-        return write(to, short.get(str(dtype), "fp32"))
-    return write(to, names.get("silent", {}).get(short.get(str(dtype), ""), "auto"))
+        chosen = "bf16" if bf16 is True else "fp16"
+    elif bf16 is False and (fp16 is False or "silent" not in names):
+        chosen = short.get(str(dtype), "fp32")
+    else:
+        chosen = names.get("silent", {}).get(short.get(str(dtype), ""), "auto")
+    halves = short.get(str(dtype), "fp32") != "fp32" and not foreign.is_on(names["adapter"])
+    return write_precision(leaf.key, chosen, names["dtype"], halves=halves)
 
 
 def convert_sampling(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:

@@ -170,6 +170,15 @@ def is_off(kit: Kit, key: str, value: Any) -> bool:
     return value in idle if isinstance(idle, list) else key in kit.idle and value == idle
 
 
+def write_precision(key: str, chosen: str, says: str, *, halves: bool) -> Answer:
+    """Return the answer for the number format. `halves`: all weights train, and that kit holds them in 16 bits too;
+    `says`: the key that it is said of."""
+    if halves and chosen != "fp32" and key == says:
+        why = "every weight is held in 32 bits here, and in 16 there, where small updates are lost"
+        return write("train.precision", chosen, why, differs=True)
+    return write("train.precision", chosen)
+
+
 def find_file(*places: Path) -> Path | None:
     """Return the first of the places that is a file; a text too long for a name is none."""
     for place in places:
