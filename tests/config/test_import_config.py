@@ -606,3 +606,24 @@ def test_a_schedule_of_another_form_is_said_and_its_decay_is_a_share(tmp_path):
         ours, fields, _ = imported(tmp_path, case, **{key: "warmup_stable_decay"}, **changes)
         assert (ours["train"]["lr_scheduler"], ours["train"]["decay_ratio"]) == ("warmup_stable_decay", 0.1)
         assert fields[key]["verdict"] == "not_offered"
+
+
+def test_the_best_checkpoint_as_the_result_is_said_at_the_top(tmp_path):
+    """transformers saves with the strategy best, and keeps the last weights all the same."""
+    for case in ("axolotl-qlora", "llamafactory-lora"):
+        ours, _, made = imported(tmp_path, case, save_strategy="best", load_best_model_at_end=False)
+        assert ours["train"]["best_metric"] == "loss"
+        assert re.search("^# - save_strategy: best - .*the best ones are the result", made.text, re.M), case
+
+
+@pytest.mark.parametrize("info", [[], {"rows": []}, {"rows": {"file_name": "r.json", "columns": ["a"], "tags": "b"}}])
+def test_an_odd_dataset_info_is_no_traceback(info, tmp_path):
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    _, fields, made = imported(tmp_path, "llamafactory-bare", dataset="rows", dataset_dir=str(tmp_path))
+    assert (fields["dataset"]["became"], made.problems) == ("data.train_path", [])
+
+
+def test_columns_of_a_mixture_that_are_no_list_are_answered(tmp_path):
+    mixture = {"datasets": [{"id": "a/b", "columns": 2.5}, {"id": "c/d", "columns": [{"x": 1}]}]}
+    _, fields, _ = imported(tmp_path, "trl-mixture", dataset_mixture=mixture)
+    assert "dataset_mixture.datasets.0.columns" in fields

@@ -268,6 +268,7 @@ def read_llamafactory(key: str, foreign: Foreign) -> list[DataSet]:
         known = json.loads(file.read_text(encoding="utf-8")) if file else {}
     except ValueError:
         known = {}
+    known = known if isinstance(known, dict) else {}
     root = file.parent if file else Path(folder)
     shares = str(foreign.get("interleave_probs") or "").split(",")
     sets = [_llamafactory_set(name, known, root, foreign) for name in names]
@@ -285,7 +286,7 @@ def read_llamafactory(key: str, foreign: Foreign) -> list[DataSet]:
 
 def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: Foreign) -> DataSet:
     rows = foreign.kit.rows
-    info = known.get(name)
+    info = known.get(name) if isinstance(known.get(name), dict) else None
     if info is None and str(foreign.get("dataset_dir")).upper() == "ONLINE":
         info = {"hf_hub_url": name}
     if info is None:
@@ -299,7 +300,7 @@ def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: 
     if info is None:
         why = f"what {name} is stands in dataset_info.json, which is not here: write the path of its file"
         return DataSet(str(root / f"{name}.json"), answers={name: Answer("not_offered", "data.train_path", why)})
-    columns, tags = info.get("columns") or {}, info.get("tags") or {}
+    columns, tags = (info[key] if isinstance(info.get(key), dict) else {} for key in ("columns", "tags"))
     if info.get("ranking") or {"chosen", "rejected", "kto_tag"} & set(columns):
         answer = Answer("not_offered", "task_mode", rows["why_pairs"], {"task_mode": "dpo"}, True)
         return DataSet(name, answers={name: answer})
@@ -390,7 +391,7 @@ def _trl_set(entry: Mapping[str, Any], prefix: str) -> DataSet:
             answers[at] = Answer("translated", "data.train_path")
         elif inner in ("fraction", "weight"):
             answers[at] = _whole(value)
-        elif inner == "columns" and {"chosen", "rejected"} & set(columns):
+        elif inner == "columns" and isinstance(columns, list) and ("chosen" in columns or "rejected" in columns):
             why = "learning from preferences (dpo, kto, orpo) comes in a later release"
             answers[at] = Answer("not_offered", "task_mode", why, {"task_mode": "dpo"}, True)
         elif inner == "columns":
