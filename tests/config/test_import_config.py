@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
@@ -350,10 +351,24 @@ ODD = (
 )
 
 
+def list_paths(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in pairs:
+        yield (*at, name)
+        yield from list_paths(inner, (*at, name))
+
+
 @given(case=st.sampled_from(sorted(CASES)), data=st.data())
 def test_any_value_of_any_key_is_answered(case, data, tmp_path):
-    keys = data.draw(st.lists(st.sampled_from(sorted(CASES[case])), min_size=1, max_size=4))
-    path = write(tmp_path, case, **{key: data.draw(st.sampled_from(ODD)) for key in keys})
+    tree = copy.deepcopy(CASES[case])
+    for _ in range(data.draw(st.integers(1, 4))):
+        *outer, last = data.draw(st.sampled_from(list(list_paths(tree))))
+        place: Any = tree
+        for name in outer:
+            place = place[name]
+        place[last] = copy.deepcopy(data.draw(st.sampled_from(ODD)))
+    path = tmp_path / f"{case}.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
     made = import_config(path, case.partition("-")[0])
     assert len(made.fields) == count_leaves(yaml.safe_load(path.read_text()))
     assert json.loads(json.dumps(made.fields, allow_nan=False)) == made.fields
@@ -625,5 +640,5 @@ def test_an_odd_dataset_info_is_no_traceback(info, tmp_path):
 
 def test_columns_of_a_mixture_that_are_no_list_are_answered(tmp_path):
     mixture = {"datasets": [{"id": "a/b", "columns": 2.5}, {"id": "c/d", "columns": [{"x": 1}]}]}
-    _, fields, _ = imported(tmp_path, "trl-mixture", dataset_mixture=mixture)
+    _, fields, _ = imported(tmp_path, "trl-bare", dataset_mixture=mixture)
     assert "dataset_mixture.datasets.0.columns" in fields
