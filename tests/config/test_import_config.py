@@ -523,6 +523,7 @@ def test_a_block_of_deepspeed_says_the_stage_itself_and_offloading_to_nowhere_is
         {"chat_template": "\u4f60" * 150},
         {"deepspeed": "a" * 300},
         {"deepspeed": {"zero_optimization": None}},
+        {"datasets": [{"path": f"{'a' * 300}.json", "type": "alpaca"}, {"path": "b", "type": "alpaca"}]},
         {"datasets": [{"path": "a", "type": "chat_template", "message_property_mappings": "role", "roles": ["user"]}]},
         {"datasets": [{"path": "a", "type": "chat_template", "roles": {"user": [["human"]]}}]},
         {"datasets": [{"path": "a", "type": "chat_template", "field_messages": [["x"]]}]},

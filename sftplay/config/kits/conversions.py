@@ -274,8 +274,11 @@ def convert_best(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         is_share = isinstance(count, int | float) and isinstance(epochs, int | float) and count * epochs > 1
         return 1 / (count * epochs) if is_share else steps
 
-    save, each = find_steps("save"), find_steps("eval")
-    if not all(isinstance(steps, int | float) and 0 < steps < math.inf for steps in (save, each)) or save % each:
+    saving, evaluating = find_steps("save"), find_steps("eval")
+    if (
+        not all(isinstance(steps, int | float) and 0 < steps < math.inf for steps in (saving, evaluating))
+        or saving % evaluating
+    ):
         return Answer("no_effect", None, "no checkpoint falls on an evaluation, so the last weights are kept, as here")
     return write("train.best_metric", "loss", "each checkpoint falls on an evaluation, and the best one is the result")
 

@@ -130,8 +130,8 @@ def combine(sets: Sequence[DataSet]) -> tuple[dict[str, Any], str, bool]:
 
 def count_rows(path: str) -> int:
     """Count the rows of a local JSON file; 0 where there is none."""
-    file = Path(path)
-    if file.suffix not in (".json", ".jsonl") or not file.is_file():
+    file = find_file(Path(path))
+    if file is None or file.suffix not in (".json", ".jsonl"):
         return 0
     try:
         text = file.read_text(encoding="utf-8")
@@ -263,7 +263,7 @@ def read_llamafactory(key: str, foreign: Foreign) -> list[DataSet]:
     names = [str(name).strip() for name in names if str(name).strip()]
     folder = str(foreign.get("dataset_dir") or "data")
     places = [foreign.folder / folder, Path(folder), foreign.folder, foreign.folder / "data"]
-    file = next((place / "dataset_info.json" for place in places if (place / "dataset_info.json").is_file()), None)
+    file = find_file(*(place / "dataset_info.json" for place in places))
     try:
         known = json.loads(file.read_text(encoding="utf-8")) if file else {}
     except ValueError:

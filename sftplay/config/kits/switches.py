@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.config.kits import conversions
-from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, write, write_precision
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, find_file, write, write_precision
 from sftplay.config.resolved import flow
 
 
@@ -199,10 +199,10 @@ def convert_text(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """A text, or the name of a .txt file with it; ${key} in it is a value of the file."""
     text = str(leaf.value)
     if text.endswith(".txt"):
-        files = [place for place in (foreign.folder / text, Path(text)) if place.is_file()]
-        if not files:
+        file = find_file(foreign.folder / text, Path(text))
+        if file is None:
             return Answer("not_offered", rule["to"], f"the text is in {text}, which is not here: write it there")
-        return write(rule["to"], files[0].read_text(encoding="utf-8", errors="replace"), f"the text of {text}")
+        return write(rule["to"], file.read_text(encoding="utf-8", errors="replace"), f"the text of {text}")
     text = re.sub(r"\$\{([\w.]+)\}", lambda found: str(foreign.get(found[1]) or found[0]), text)
     return write(rule["to"], text.replace("\\n", "\n"))
 
