@@ -523,7 +523,6 @@ def test_a_block_of_deepspeed_says_the_stage_itself_and_offloading_to_nowhere_is
         {"chat_template": "\u4f60" * 150},
         {"deepspeed": "a" * 300},
         {"deepspeed": {"zero_optimization": None}},
-        {"datasets": [{"path": f"{'a' * 300}.json", "type": "alpaca"}, {"path": "b", "type": "alpaca"}]},
         {"datasets": [{"path": "a", "type": "chat_template", "message_property_mappings": "role", "roles": ["user"]}]},
         {"datasets": [{"path": "a", "type": "chat_template", "roles": {"user": [["human"]]}}]},
         {"datasets": [{"path": "a", "type": "chat_template", "field_messages": [["x"]]}]},
@@ -643,3 +642,10 @@ def test_columns_of_a_mixture_that_are_no_list_are_answered(tmp_path):
     mixture = {"datasets": [{"id": "a/b", "columns": 2.5}, {"id": "c/d", "columns": [{"x": 1}]}]}
     _, fields, _ = imported(tmp_path, "trl-bare", dataset_mixture=mixture)
     assert "dataset_mixture.datasets.0.columns" in fields
+
+
+def test_a_name_too_long_for_a_file_is_no_traceback(tmp_path):
+    sets = [{"path": f"{'a' * 300}.json", "type": "alpaca"}, {"path": "b", "type": "alpaca"}]
+    assert ["datasets.0.path" in str(one) for one in imported(tmp_path, "axolotl-bare", datasets=sets)[2].problems]
+    _, fields, _ = imported(tmp_path, "llamafactory-bare", dataset_dir="a" * 300)
+    assert fields["dataset_dir"]["verdict"] == "no_effect"
