@@ -646,6 +646,15 @@ def test_columns_of_a_mixture_that_are_no_list_are_answered(tmp_path):
 
 def test_a_name_too_long_for_a_file_is_no_traceback(tmp_path):
     sets = [{"path": f"{'a' * 300}.json", "type": "alpaca"}, {"path": "b", "type": "alpaca"}]
-    assert ["datasets.0.path" in str(one) for one in imported(tmp_path, "axolotl-bare", datasets=sets)[2].problems]
+    problems = imported(tmp_path, "axolotl-bare", datasets=sets)[2].problems
+    assert [one.where.rpartition(" ")[2] for one in problems] == ["datasets.0.path"]
     _, fields, _ = imported(tmp_path, "llamafactory-bare", dataset_dir="a" * 300)
     assert fields["dataset_dir"]["verdict"] == "no_effect"
+
+
+def test_files_by_their_splits_are_read_and_gpus_that_share_rows_count_once(tmp_path):
+    sets = [{"path": "json", "data_files": {"train": "a.jsonl"}, "type": "alpaca"}]
+    ours, fields, _ = imported(tmp_path, "axolotl-bare", datasets=sets)
+    assert (ours["data"]["train_path"], fields["datasets.0.data_files.train"]["verdict"]) == ("a.jsonl", "translated")
+    path = write(tmp_path, "axolotl-bare", micro_batch_size=2, context_parallel_size=4)
+    assert yaml.safe_load(import_config(path, nproc=8).text)["train"]["effective_batch_size"] == 4

@@ -157,23 +157,25 @@ def read_axolotl(key: str, foreign: Foreign) -> list[DataSet]:
 
 def _axolotl_set(entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> DataSet:
     files, path = entry.get("data_files"), str(entry.get("path") or "")
-    files = [files] if isinstance(files, str) else files
+    named = [f"data_files.{name}" for name in files] if isinstance(files, dict) else ["data_files"]
+    files = list(files.values()) if isinstance(files, dict) else files if isinstance(files, list) else [files]
+    files = [str(file) for file in files if file]
     one, answers = DataSet(path), {}
     if files and path in ("json", "csv", "parquet", "text", "arrow"):
         one.path = str(files[0])
         answers[f"{prefix}.path"] = Answer("no_effect", None, "the kind of a file is told by its name")
         kept = len(files) == 1
-        answers[f"{prefix}.data_files"] = Answer(
-            "translated" if kept else "not_offered", "data.train_path", "" if kept else "the first file only"
-        )
+        verdict: Verdict = "translated" if kept else "not_offered"
+        why = "" if kept else "the first file only"
+        answers |= {f"{prefix}.{name}": Answer(verdict, "data.train_path", why) for name in named}
     else:
         answers[f"{prefix}.path"] = Answer("translated", "data.train_path")
         if files:
             why = "some files of a data set cannot be chosen: all rows of its split train are read"
-            answers[f"{prefix}.data_files"] = Answer("not_offered", None, why)
+            answers |= {f"{prefix}.{name}": Answer("not_offered", None, why) for name in named}
     if re.search(r"[*?]|://", one.path):
         why = "is no file, folder or name of the hub: copy the files here, and name their folder"
-        where = f"{prefix}.data_files" if one.path != path else f"{prefix}.path"
+        where = f"{prefix}.{named[0]}" if one.path != path else f"{prefix}.path"
         answers[where] = Answer("not_offered", "data.train_path", why)
     kind = entry.get("type") or ("pretrain" if prefix.startswith("pretraining_dataset") else None)
     if is_off(foreign.kit, "datasets.type", kind) and prefix.startswith("datasets"):
@@ -198,7 +200,7 @@ def _axolotl_set(entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> Dat
                  "message_field_role", "message_field_content"):  # fmt: skip
         last = name.rpartition(".")[2]
         is_plain = last in ("field_messages", "role", "content", "message_field_role", "message_field_content")
-        verdict: Verdict = "translated" if last == "field_messages" or (keeps and is_plain) else "not_offered"
+        verdict = "translated" if last == "field_messages" or (keeps and is_plain) else "not_offered"
         reason = why if is_plain else "this key of a message is found by its own name, or not read"
         answers[f"{prefix}.{name}"] = Answer(verdict, to if verdict == "translated" else None, reason)
     for role_name, names in roles.items():
