@@ -658,3 +658,13 @@ def test_files_by_their_splits_are_read_and_gpus_that_share_rows_count_once(tmp_
     assert (ours["data"]["train_path"], fields["datasets.0.data_files.train"]["verdict"]) == ("a.jsonl", "translated")
     path = write(tmp_path, "axolotl-bare", micro_batch_size=2, context_parallel_size=4)
     assert yaml.safe_load(import_config(path, nproc=8).text)["train"]["effective_batch_size"] == 4
+
+
+def test_a_switch_that_is_a_text_is_the_switch(tmp_path):
+    switches = {"bf16": "false", "fp16": "False", "use_dora": "True", "packing": "true"}
+    ours, _, _ = imported(tmp_path, "llamafactory-lora", **switches)
+    assert (ours["train"]["precision"], ours["tuning"]["lora"]["dora"], ours["train"]["packing"]) == (
+        "fp32",
+        True,
+        True,
+    )

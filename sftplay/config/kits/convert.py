@@ -179,12 +179,14 @@ def _values(value: Any) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value with texts for keys, and for what JSON does not know, such as dates."""
+    """The value with texts for keys, and for what JSON does not know, such as dates; a text that says true is true."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, str | int | float) else str(value)
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.lower(), value)
+    return value if value is None or isinstance(value, int | float) else str(value)
 
 
 def find_kit(tree: Mapping[str, Any], kind: str, *, where: str) -> Kit:
