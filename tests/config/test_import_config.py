@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
@@ -21,6 +22,7 @@ from sftplay.config.kits.table import Kit, read_kits
 from sftplay.config.load import load_config
 from sftplay.data.records import Chat, Message, Source
 from sftplay.data.render.templates import ChatTemplate
+from sftplay.errors import ConfigError
 from sftplay.runs.inputs import known_shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -349,10 +351,24 @@ ODD = (
 )
 
 
+def list_paths(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in pairs:
+        yield (*at, name)
+        yield from list_paths(inner, (*at, name))
+
+
 @given(case=st.sampled_from(sorted(CASES)), data=st.data())
 def test_any_value_of_any_key_is_answered(case, data, tmp_path):
-    keys = data.draw(st.lists(st.sampled_from(sorted(CASES[case])), min_size=1, max_size=4))
-    path = write(tmp_path, case, **{key: data.draw(st.sampled_from(ODD)) for key in keys})
+    tree = copy.deepcopy(CASES[case])
+    for _ in range(data.draw(st.integers(1, 4))):
+        *outer, last = data.draw(st.sampled_from(list(list_paths(tree))))
+        place: Any = tree
+        for name in outer:
+            place = place[name]
+        place[last] = copy.deepcopy(data.draw(st.sampled_from(ODD)))
+    path = tmp_path / f"{case}.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
     made = import_config(path, case.partition("-")[0])
     assert len(made.fields) == count_leaves(yaml.safe_load(path.read_text()))
     assert json.loads(json.dumps(made.fields, allow_nan=False)) == made.fields
@@ -418,3 +434,237 @@ def test_a_type_of_ones_own_names_columns_and_its_prompt_is_not_offered(tmp_path
     assert (ours["data"]["format"], ours["data"]["columns"]) == ("alpaca", {"instruction": "q"})
     assert ours["data"]["system"] == "Be brief."
     assert fields["datasets.0.type.format"]["verdict"] == "not_offered"
+
+
+def test_a_warm_up_of_no_steps_gives_way_to_the_share_but_in_axolotl(tmp_path):
+    """transformers' TrainingArguments.get_warmup_steps of 4.x: steps above 0 decide; axolotl 0.18.0, base.py: any."""
+    both = {"warmup_steps": 0, "warmup_ratio": 0.1}
+    ours, fields, _ = imported(tmp_path, "llamafactory-lora", **both)
+    assert ours["train"]["warmup_ratio"] == 0.1
+    assert fields["warmup_steps"]["why"] == "it is off, so warmup_ratio decides"
+    ours, fields, _ = imported(tmp_path, "axolotl-bare", **dict(reversed(both.items())))
+    assert ours["train"]["warmup_ratio"] == 0.0
+    assert fields["warmup_ratio"]["verdict"] == "no_effect"
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_axolotl_keeps_the_best_weights_where_each_checkpoint_falls_on_an_evaluation(on, tmp_path):
+    """core/builders/causal.py and utils/config/__init__.py of axolotl 0.18.0; a file that is silent means true."""
+    per_epoch = {"saves_per_epoch": 1, "evals_per_epoch": 4 if on else None}
+    ours, _, made = imported(tmp_path, "axolotl-bare", val_set_size=0.1, num_epochs=4, **per_epoch)
+    assert (ours["train"].get("best_metric"), made.problems) == ("loss" if on else None, [])
+    steps = {"save_steps": 100, "eval_steps": 50 if on else 30, "load_best_model_at_end": True}
+    ours, _, _ = imported(tmp_path, "axolotl-bare", val_set_size=0.1, **steps)
+    assert ours["train"].get("best_metric") == ("loss" if on else None)
+    ours, _, _ = imported(tmp_path, "axolotl-bare", **steps)
+    assert "best_metric" not in ours["train"]
+
+
+def test_the_name_of_a_metric_alone_picks_no_best_weights(tmp_path):
+    for case in ("axolotl-bare", "llamafactory-lora", "trl-bare"):
+        ours, fields, _ = imported(tmp_path, case, metric_for_best_model="eval_loss", load_best_model_at_end=False)
+        assert ("best_metric" in ours["train"], fields["metric_for_best_model"]["verdict"]) == (False, "no_effect")
+
+
+def test_steps_between_checkpoints_count_only_where_the_strategy_is_steps(tmp_path):
+    ours, fields, _ = imported(tmp_path, "llamafactory-lora", save_strategy="epoch", save_steps=50)
+    assert ("save_steps" in ours["train"], fields["save_steps"]["verdict"]) == (False, "auto")
+    ours, _, _ = imported(tmp_path, "llamafactory-bare", save_strategy="epoch")
+    assert "save_steps" not in ours["train"], "the default of 500 steps is none of the strategy epoch"
+
+
+@pytest.mark.parametrize("key", ["use_wandb", "use_mlflow", "use_tensorboard", "use_swanlab", "wandb_project"])
+def test_a_tracker_that_is_switched_off_is_not_switched_on(key, tmp_path):
+    ours, fields, _ = imported(tmp_path, "axolotl-bare", **{key: "" if key == "wandb_project" else False})
+    assert fields[key]["verdict"] == "no_effect"
+    assert "logging" not in ours
+
+
+def test_documents_by_a_name_alone_or_without_a_type_are_read_as_axolotl_does(tmp_path):
+    """utils/data/sft.py and schemas/datasets.py of axolotl 0.18.0: the type of documents is pretrain."""
+    for sets in ("org/texts", [{"path": "org/texts", "text_column": "body"}]):
+        ours, _, _ = imported(tmp_path, "axolotl-bare", pretraining_dataset=sets, datasets=None)
+        assert (ours["task_mode"], ours["data"]["train_path"]) == ("cpt", "org/texts")
+        assert ours["data"].get("columns") == (None if sets == "org/texts" else {"text": "body"})
+
+
+def test_a_text_where_a_block_is_wanted_is_not_called_empty(tmp_path):
+    _, fields, made = imported(tmp_path, "axolotl-bare", datasets="org/rows")
+    assert fields["datasets"]["verdict"] == "not_offered"
+    assert "# - datasets: org/rows - is no block of keys" in made.text
+
+
+def test_a_template_whose_text_is_not_the_models_is_said_at_the_top(tmp_path):
+    """LLaMA-Factory 0.9.6.dev0, data/template.py: default has a text of its own; llama3 is the model's."""
+    for name, said in (("default", True), ("empty", True), ("llama3", False), ("chatml_de", True)):
+        _, _, made = imported(tmp_path, "llamafactory-lora", template=name)
+        assert (f"\n# - template: {name} - " in made.text) == said, name
+    _, _, made = imported(tmp_path, "axolotl-bare", chat_template="llama3")
+    assert "\n# - chat_template: llama3 - axolotl has a text of its own" in made.text
+
+
+def test_a_block_of_deepspeed_says_the_stage_itself_and_offloading_to_nowhere_is_none(tmp_path):
+    zero = {"stage": 2, "offload_optimizer": {"device": "none"}, "overlap_comm": True}
+    block = {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "gradient_clipping": 0.5}
+    for case in ("axolotl-bare", "llamafactory-bare", "trl-bare", "swift-bare"):
+        ours, fields, made = imported(tmp_path, case, deepspeed=block)
+        assert ours["cluster"] == {"strategy": "zero2"}, case
+        assert fields["deepspeed.gradient_clipping"]["verdict"] == "not_offered"
+        assert made.problems == []
+    zero["offload_optimizer"] = {"device": "cpu"}
+    ours, _, _ = imported(tmp_path, "axolotl-bare", deepspeed=block)
+    assert ours["cluster"]["deepspeed"] == "deepspeed_configs/zero2_offload.json"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"": 1},
+        {"chat_template": "\u4f60" * 150},
+        {"deepspeed": "a" * 300},
+        {"deepspeed": {"zero_optimization": None}},
+        {"datasets": [{"path": "a", "type": "chat_template", "message_property_mappings": "role", "roles": ["user"]}]},
+        {"datasets": [{"path": "a", "type": "chat_template", "roles": {"user": [["human"]]}}]},
+        {"datasets": [{"path": "a", "type": "chat_template", "field_messages": [["x"]]}]},
+        {"optim_args": [float("inf")]},
+    ],
+)
+def test_odd_but_readable_values_are_answered(changes, tmp_path):
+    _, fields, made = imported(tmp_path, "axolotl-bare", **changes)
+    assert len(fields) == count_leaves(CASES["axolotl-bare"] | changes)
+    assert json.loads(json.dumps(made.fields, allow_nan=False)) == made.fields
+    assert made.problems == []
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "key", "said"),
+    [
+        ("axolotl-bare", {"adapter": None, "load_in_4bit": True}, "load_in_4bit", "4 bits are for an adapter"),
+        ("axolotl-bare", {"datasets": [{"path": "a/b"}]}, "datasets.0.path", "token ids already"),
+        ("axolotl-bare", {"datasets": [{"path": "s3://a/b", "type": "alpaca"}]}, "datasets.0.path", "copy the files"),
+        ("axolotl-bare", {"output_dir": "${OUT}/x"}, "output_dir", "${...} is not replaced here"),
+        ("verl-sft", {"model": {"path": "???", "lora_rank": 4}}, "model.path", "the value is missing"),
+        ("llamafactory-lora", {"adapter_name_or_path": "a,b"}, "adapter_name_or_path", "takes one"),
+        ("llamafactory-lora", {"template": "qwen3", "enable_thinking": False}, "enable_thinking", "decides about"),
+        ("swift-lora", {"target_modules": "DEFAULT"}, "target_modules", "which layers that means"),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_the_top(case, changes, key, said, tmp_path):
+    _, fields, made = imported(tmp_path, case, **changes)
+    assert said in fields[key]["why"]
+    assert re.search(rf"^# - {re.escape(key)}: .*{re.escape(said)}", made.text, re.M)
+
+
+def test_words_of_other_forms_mean_the_same(tmp_path):
+    """FSDP's strategies by number; all layers in capitals; an adapter that is none; rows of a step as 8.0."""
+    ours, _, _ = imported(tmp_path, "axolotl-bare", fsdp_config={"fsdp_sharding_strategy": 2})
+    assert ours["cluster"]["strategy"] == "zero2"
+    _, fields, _ = imported(tmp_path, "axolotl-bare", fsdp_config={"reshard_after_forward": False})
+    assert fields["fsdp_config.reshard_after_forward"]["became"] == "cluster.strategy"
+    ours, _, _ = imported(tmp_path, "swift-lora", target_modules="ALL")
+    assert ours["tuning"]["lora"]["target_modules"] == "auto"
+    assert imported(tmp_path, "axolotl-bare", adapter="None")[0]["tuning"] == {"mode": "full"}
+    ours, _, _ = imported(tmp_path, "llamafactory-bare", gradient_accumulation_steps=4.0)
+    assert ours["train"]["effective_batch_size"] == 32
+    assert imported(tmp_path, "llamafactory-bare", packing=False, neat_packing=True)[0]["train"]["packing"] is True
+
+
+def test_an_adapter_that_is_not_offered_keeps_its_rank(tmp_path):
+    ours, _, _ = imported(tmp_path, "axolotl-bare", adapter="dora", lora_r=8)
+    assert (ours["tuning"]["mode"], ours["tuning"]["lora"]["r"]) == ("lora", 8)
+
+
+def test_columns_that_are_not_written_are_not_called_translated(tmp_path):
+    sets = [{"path": "a/b", "type": "completion", "field": "body"}, {"path": "c/d", "type": "alpaca"}]
+    _, fields, _ = imported(tmp_path, "axolotl-bare", datasets=sets)
+    assert fields["datasets.0.field"]["verdict"] == "not_offered"
+    _, fields, _ = imported(tmp_path, "axolotl-bare", datasets=[sets[0] | {"field": "text"}])
+    assert fields["datasets.0.field"]["verdict"] == "no_effect"
+
+
+def test_a_file_without_a_stage_is_still_one_of_llamafactory(tmp_path):
+    path = tmp_path / "few.yaml"
+    path.write_text("model_name_or_path: m\ndo_train: true\ndataset: identity\nlora_target: all\noutput_dir: o\n")
+    assert import_config(path).kit.name == "llamafactory"
+
+
+def test_lists_of_lists_by_aliases_are_refused_before_they_fill_the_memory(tmp_path):
+    path = tmp_path / "bomb.yaml"
+    steps = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    path.write_text("\n".join(["base_model: m", "a0: &a0 [x, x]", *steps]))
+    with pytest.raises(ConfigError, match="to no end"):
+        import_config(path)
+
+
+def test_weights_that_are_held_in_16_bits_there_are_said_at_the_top(tmp_path):
+    """axolotl 0.18.0, loaders/model.py, loads them as bf16 says; LLaMA-Factory with pure_bf16; TRL and ms-swift by
+    dtype. Here mode full holds them in 32."""
+    said = "every weight is held in 32 bits here"
+    for case, changes, halves in (
+        ("axolotl-full-fsdp", {"bf16": True}, True),
+        ("axolotl-full-fsdp", {"bf16": False, "fp16": False}, False),
+        ("axolotl-qlora", {"bf16": True}, False),
+        ("llamafactory-full-zero", {"bf16": True, "pure_bf16": False}, False),
+        ("llamafactory-full-zero", {"bf16": None, "pure_bf16": True}, True),
+        ("trl-bare", {"dtype": "bfloat16"}, True),
+        ("trl-bare", {"bf16": True}, False),
+        ("trl-qlora", {"dtype": "bfloat16"}, False),
+        ("swift-lora", {"torch_dtype": "bfloat16", "tuner_type": "full"}, True),
+    ):
+        _, _, made = imported(tmp_path, case, **changes)
+        assert len(re.findall(f"^# - .*{said}", made.text, re.M)) == halves, (case, changes)
+
+
+def test_a_schedule_of_another_form_is_said_and_its_decay_is_a_share(tmp_path):
+    changes = {"max_steps": 100, "lr_scheduler_kwargs": {"num_decay_steps": 10}}
+    for case, key in (("axolotl-bare", "lr_scheduler"), ("trl-bare", "lr_scheduler_type")):
+        ours, fields, _ = imported(tmp_path, case, **{key: "warmup_stable_decay"}, **changes)
+        assert (ours["train"]["lr_scheduler"], ours["train"]["decay_ratio"]) == ("warmup_stable_decay", 0.1)
+        assert fields[key]["verdict"] == "not_offered"
+
+
+def test_the_best_checkpoint_as_the_result_is_said_at_the_top(tmp_path):
+    """transformers saves with the strategy best, and keeps the last weights all the same."""
+    for case in ("axolotl-qlora", "llamafactory-lora"):
+        ours, _, made = imported(tmp_path, case, save_strategy="best", load_best_model_at_end=False)
+        assert ours["train"]["best_metric"] == "loss"
+        assert re.search("^# - save_strategy: best - .*the best ones are the result", made.text, re.M), case
+
+
+@pytest.mark.parametrize("info", [[], {"rows": []}, {"rows": {"file_name": "r.json", "columns": ["a"], "tags": "b"}}])
+def test_an_odd_dataset_info_is_no_traceback(info, tmp_path):
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    _, fields, made = imported(tmp_path, "llamafactory-bare", dataset="rows", dataset_dir=str(tmp_path))
+    assert (fields["dataset"]["became"], made.problems) == ("data.train_path", [])
+
+
+def test_columns_of_a_mixture_that_are_no_list_are_answered(tmp_path):
+    mixture = {"datasets": [{"id": "a/b", "columns": 2.5}, {"id": "c/d", "columns": [{"x": 1}]}]}
+    _, fields, _ = imported(tmp_path, "trl-bare", dataset_mixture=mixture)
+    assert "dataset_mixture.datasets.0.columns" in fields
+
+
+def test_a_name_too_long_for_a_file_is_no_traceback(tmp_path):
+    sets = [{"path": f"{'a' * 300}.json", "type": "alpaca"}, {"path": "b", "type": "alpaca"}]
+    problems = imported(tmp_path, "axolotl-bare", datasets=sets)[2].problems
+    assert [one.where.rpartition(" ")[2] for one in problems] == ["datasets.0.path"]
+    _, fields, _ = imported(tmp_path, "llamafactory-bare", dataset_dir="a" * 300)
+    assert fields["dataset_dir"]["verdict"] == "no_effect"
+
+
+def test_files_by_their_splits_are_read_and_gpus_that_share_rows_count_once(tmp_path):
+    sets = [{"path": "json", "data_files": {"train": "a.jsonl"}, "type": "alpaca"}]
+    ours, fields, _ = imported(tmp_path, "axolotl-bare", datasets=sets)
+    assert (ours["data"]["train_path"], fields["datasets.0.data_files.train"]["verdict"]) == ("a.jsonl", "translated")
+    path = write(tmp_path, "axolotl-bare", micro_batch_size=2, context_parallel_size=4)
+    assert yaml.safe_load(import_config(path, nproc=8).text)["train"]["effective_batch_size"] == 4
+
+
+def test_a_switch_that_is_a_text_is_the_switch(tmp_path):
+    switches = {"bf16": "false", "fp16": "False", "use_dora": "True", "packing": "true"}
+    ours, _, _ = imported(tmp_path, "llamafactory-lora", **switches)
+    assert (ours["train"]["precision"], ours["tuning"]["lora"]["dora"], ours["train"]["packing"]) == (
+        "fp32",
+        True,
+        True,
+    )

@@ -12,28 +12,35 @@ from typing import Any
 
 from sftplay.config.keys import all_keys, general_key
 from sftplay.config.kits.rows import READERS, convert_rows, convert_template, find_shipped
-from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, is_off, write
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, find_file, is_off, write, write_precision
 from sftplay.config.resolved import flow
 
 
 def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """Rows of a micro-batch times accumulation times GPUs. `with`: the keys `rows` and `accum`, perhaps `total`."""
+    """Rows of a micro-batch times accumulation times GPUs. `with`: the keys `rows` and `accum`, perhaps
+    `total`, and `splits`, numbers of GPUs that have the same rows."""
     names = rule["with"]
-    rows, accum = (foreign.number(names[name]) or 1 for name in ("rows", "accum"))
-    total = None if names["accum"] in foreign.tree else foreign.number(names.get("total", ""))
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in (rows, accum, total or 1)):
+    sizes = [foreign.number(names[name]) or None if name in names else None for name in ("rows", "accum", "total")]
+    sizes = [int(size) if isinstance(size, float) and size.is_integer() else size for size in sizes]
+    if any(isinstance(size, bool) or not isinstance(size, int | None) or (size or 1) < 1 for size in sizes):
         return Answer("not_offered", None, "no number of rows can be made of it")
-    size = (total or rows * accum) * foreign.nproc
+    rows, accum, total = sizes[0] or 1, sizes[1] or 1, None if sizes[1] else sizes[2]
+    groups = foreign.nproc
+    for parts in map(foreign.number, names.get("splits", "").split()):  # GPUs that share a row
+        groups //= parts if isinstance(parts, int) and parts > 0 and groups % parts == 0 else 1
+    size = (total or rows * accum) * groups
     how = f"a step of {total}" if total else f"micro-batch {rows} x accumulation {accum}"
-    return write("train.effective_batch_size", size, f"{how} x GPUs {foreign.nproc}")
+    return write("train.effective_batch_size", size, f"{how} x GPUs {groups}")
 
 
 def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Steps between two events; below 1 a share of all steps. `with`: the key of the number of steps, if there is one;
-    `epochs: true`: the value counts events in an epoch."""
+    `epochs: true`: the value counts events in an epoch; `when`: the key that says whether steps count at all."""
     to, value, names = rule["to"], as_number(leaf.value), rule.get("with", {})
     if to == "train.eval_steps" and not foreign.holds_out:
         return Answer("no_effect", None, "there are no held-out rows to evaluate")
+    if (word := str(foreign.get(names["when"])) if "when" in names else "") in ("epoch", "no", "best", "False"):
+        return Answer("auto", to, f"once an epoch here: {names['when']} is {'no' if word == 'False' else word}")
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         return Answer("auto", to, "once an epoch here")
     if names.get("epochs"):
@@ -49,11 +56,13 @@ def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_warmup(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Steps of warm-up as a share of all steps. `with`: the key of their number, `total`; `first`: a key that goes
-    before this one."""
+    before this one, where it is above 0, or with `zero` in any case; `share`: one that decides where this one is 0."""
     value, names, to = as_number(leaf.value), rule.get("with", {}), "train.warmup_ratio"
-    first = names.get("first", "")
-    if first and foreign.number(first):
+    first, share = names.get("first", ""), names.get("share", "")
+    if first and (foreign.get(first) is not None if names.get("zero") else foreign.number(first)):
         return Answer("no_effect", None, f"{first} goes before it")
+    if share and not value and foreign.number(share):
+        return Answer("no_effect", None, f"it is off, so {share} decides")
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         return Answer("not_offered", None, "is no number of steps")
     if value < 1:
@@ -75,8 +84,9 @@ def convert_held_out(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_precision(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """The number format that several switches make together. `with`: the keys `bf16` and `fp16`, each one or more."""
-    to, names = "train.precision", rule["with"]
+    """The number format that several switches make together. `with`: the keys `bf16` and `fp16`, each one or more;
+    `pure`, the switch of weights in 16 bits, or `adapter`, the key without which all weights train so."""
+    names = rule["with"]
 
     def is_asked(kind: str, of: Callable[[str], Any]) -> bool:
         return any(of(key) not in (None, False, "false", "auto", "AUTO") for key in names[kind].split())
@@ -88,7 +98,9 @@ def convert_precision(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     else:  # where one is switched off, and the other not on, nothing but fp32 is left
         is_auto = any(foreign.get(key) in ("auto", "AUTO") for key in names["bf16"].split())
         chosen = "auto" if is_auto else "fp32"
-    return write(to, chosen)
+    says = names.get("pure") or names["bf16"].split()[0]
+    halves = foreign.get(names["pure"]) is True if "pure" in names else not foreign.is_on(names["adapter"])
+    return write_precision(leaf.key, chosen, says, halves=halves)
 
 
 def convert_targets(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -99,8 +111,12 @@ def convert_targets(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         return Answer("translated", to, f"{names['all']} takes every linear layer", {to: "auto"})
     parts = value if isinstance(value, list) else re.split(r",\s*", str(value))
     parts = [str(part).strip() for part in parts if str(part).strip()]
-    if any(part in names.get("words", "all all-linear all_linear").split() for part in parts) or not parts:
+    if any(part.lower() in names.get("words", "all all-linear all_linear").split() for part in parts) or not parts:
         return write(to, "auto", "every linear layer but the output head")
+    if any(part.lower() in ("default", "auto", "embedding") for part in parts):
+        return Answer(
+            "not_offered", to, "which layers that means is not known here; auto takes every linear one", {to: "auto"}
+        )
     if any(set(part) & set("*[]()|^$\\+?") for part in parts):
         why = "a pattern is not offered, only names of layers; auto takes every linear layer"
         return Answer("not_offered", to, why, {to: "auto"})
@@ -129,25 +145,31 @@ def convert_mode(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_deepspeed(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The ZeRO stage of a DeepSpeed file, from the file or else from its name."""
-    to, value = "cluster.strategy", leaf.value
+    to, value, block = "cluster.strategy", foreign.get("deepspeed"), leaf.key.partition(".")[2]
+    if block and not block.startswith(("zero_optimization.stage", "zero_optimization.offload")):
+        why = "only the stage and offloading are read of it; cluster.deepspeed takes a file with all of it"
+        is_usual = leaf.value in (False, "auto") or block.startswith(("train_", "bf16.", "fp16.", "zero_optimization."))
+        return Answer("no_effect" if is_usual else "not_offered", None, why)
     settings: Any = value
     if isinstance(value, str):
-        places = (Path(value), foreign.folder / value)
-        text = next((place.read_text(encoding="utf-8", errors="replace") for place in places if place.is_file()), "{}")
+        file = find_file(Path(value), foreign.folder / value)
         try:
-            settings = json.loads(text)
-        except ValueError:
+            settings = json.loads(file.read_text(encoding="utf-8", errors="replace") if file else "{}")
+        except (OSError, ValueError, RecursionError):
             settings = {}
-    zero = settings.get("zero_optimization", {}) if isinstance(settings, dict) else {}
+    zero = settings.get("zero_optimization") if isinstance(settings, dict) else {}
+    zero = zero if isinstance(zero, dict) else {}
     named = re.search(r"z(?:ero)?[-_]?([0-3])", str(value)) if isinstance(value, str) else None
-    stage = zero.get("stage", int(named[1]) if named else None)
-    if stage not in (0, 1, 2, 3):
+    stage = as_number(zero.get("stage", int(named[1]) if named else None))
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         return Answer("not_offered", to, "no ZeRO stage can be found in it: write zero1, zero2 or zero3", {})
-    offloads = "offload" in str(value) or any(key.startswith("offload") for key in zero)
+    places = (zero.get(key) for key in ("offload_optimizer", "offload_param"))
+    moved = any(place.get("device") != "none" if isinstance(place, dict) else place for place in places)
+    offloads = moved or (not zero and "offload" in str(value)) or zero.get("cpu_offload") is True
     strategy = "ddp" if stage == 0 else f"zero{stage}"
     if offloads and stage >= 2:
-        file = f"deepspeed_configs/zero{stage}_offload.json"
-        return Answer("translated", to, "with offloading", {to: strategy, "cluster.deepspeed": find_shipped(file)})
+        shown = f"deepspeed_configs/zero{stage}_offload.json"
+        return Answer("translated", to, "with offloading", {to: strategy, "cluster.deepspeed": find_shipped(shown)})
     return write(to, strategy, "" if stage else "ZeRO stage 0 shares nothing")
 
 
@@ -156,10 +178,12 @@ def convert_fsdp(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     switches that are false where weights stay whole; `replicas`, the key of their number."""
     to, names = "cluster.strategy", rule["with"]
     words = [str(foreign.get(key) or "") for key in names["words"].split()]
-    shown = " ".join(words).lower()
-    if is_off(foreign.kit, general_key(leaf.key), leaf.value) and not shown.strip():
+    numbered = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}
+    shown = " ".join(numbered.get(word, word) for word in words).lower()
+    kept = names.get("keeps", "").split()
+    if is_off(foreign.kit, general_key(leaf.key), leaf.value) and not shown.strip() and leaf.key not in kept:
         return Answer("no_effect", None, "it is off")
-    keeps = any(foreign.get(key) is False for key in names.get("keeps", "").split())
+    keeps = any(foreign.get(key) is False for key in kept)
     replicas = foreign.number(names["replicas"]) if "replicas" in names else None
     if "hybrid" in shown or (isinstance(replicas, int) and replicas > 1):
         found = "hsdp"
@@ -181,6 +205,10 @@ def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     bits = [as_number(foreign.get(key)) for key in names["four_bits"].split()]
     if leaf.key != names["mode"] and is_off(foreign.kit, leaf.key, leaf.value):
         return Answer("no_effect", None, "it is off")
+    if leaf.key != names["mode"] and here == "full":
+        return Answer(
+            "not_offered", None, "4 bits are for an adapter on a frozen base: every weight trains, in 16 bits"
+        )
     if leaf.key != names["mode"] and as_number(leaf.value) not in (True, 4):
         return Answer("not_offered", None, "4 bits are offered, as qlora; here the base lies in 16 bits")
     here = "qlora" if here == "lora" and any(value in (True, 4) for value in bits) else here
@@ -189,9 +217,10 @@ def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_packing(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Rows packed into blocks. Other kits count blocks where this one counts rows, which `why` says. `with`: the reader
-    and the key of the data sets: documents, and several sets, are blocks in any case."""
+    and the key of the data sets: documents, and several sets, are blocks in any case; `forces`: a key that does it."""
     packs = leaf.value in (True, "true", "True")
     if "with" in rule:
+        packs = packs or foreign.get(rule["with"].get("forces", "")) is True
         sets = READERS[rule["with"]["reader"]](rule["with"]["sets"], foreign)
         if sets and (len(sets) > 1 or sets[0].kind == "cpt"):
             return Answer("auto", "task_mode", "the rows are full blocks of model.max_seq_len tokens")
@@ -228,17 +257,42 @@ def convert_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         module, _, function = name.rpartition(".")
         if not module:
             return Answer("not_offered", "rewards", f"{name}: write it as module:function in rewards")
-        weight = as_number(weights[number]) if number < len(weights) else 1.0
+        weight = as_number(weights[number]) if isinstance(weights, list) and number < len(weights) else 1.0
+        weight = weight if isinstance(weight, int | float) else 1.0
         entries.append({"name": re.sub(r"[^A-Za-z0-9_-]", "-", function)[:64], "use": f"{module}:{function}",
                         "weight": float(weight)})  # fmt: skip
     why = "a function here gets `completions` and the columns by name, see docs/rewards.md"
     return Answer("translated", "rewards", why, {"rewards": entries})
 
 
+def convert_best(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Whether the weights of the best evaluation are the result: only where each checkpoint falls on an evaluation.
+    `with`: `save` and `eval`, each the key of steps and that of events in an epoch; `epochs`; `patience`."""
+    names = rule["with"]
+    if not foreign.holds_out or (leaf.value is False and not foreign.get(names["patience"])):
+        return Answer("no_effect", None, "the last weights are kept, as here")
+
+    def find_steps(kind: str) -> Any:
+        steps, events = (foreign.number(key) for key in names[kind].split())
+        count, epochs = events or 0, foreign.number(names["epochs"])
+        is_share = isinstance(count, int | float) and isinstance(epochs, int | float) and count * epochs > 1
+        return 1 / (count * epochs) if is_share else steps
+
+    saving, evaluating = find_steps("save"), find_steps("eval")
+    if (
+        not all(isinstance(steps, int | float) and 0 < steps < math.inf for steps in (saving, evaluating))
+        or saving % evaluating
+    ):
+        return Answer("no_effect", None, "no checkpoint falls on an evaluation, so the last weights are kept, as here")
+    return write("train.best_metric", "loss", "each checkpoint falls on an evaluation, and the best one is the result")
+
+
 def convert_tracker(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Trackers by transformers' names. One that is not installed here is said, as `validate` would refuse it. `with`:
     the tracker, where the value is something else of it."""
     to = "logging.backend"
+    if is_off(foreign.kit, leaf.key, leaf.value):
+        return Answer("no_effect", None, "it is off")
     value = (
         [rule["with"]] if "with" in rule else leaf.value if isinstance(leaf.value, list) else str(leaf.value).split(",")
     )
@@ -272,6 +326,7 @@ CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
     "listed": convert_listed,
     "column": convert_column,
     "rewards": convert_rewards,
+    "best": convert_best,
     "tracker": convert_tracker,
     "template": convert_template,
     "rows": convert_rows,

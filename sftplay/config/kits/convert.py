@@ -17,12 +17,25 @@ import yaml
 from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.keys import general_key
 from sftplay.config.kits.switches import CONVERSIONS
-from sftplay.config.kits.table import Answer, Foreign, Kit, Leaf, Rule, Verdict, as_number, is_off, read_kits, write
+from sftplay.config.kits.table import (
+    EMPTY,
+    Answer,
+    Foreign,
+    Kit,
+    Leaf,
+    Rule,
+    Verdict,
+    as_number,
+    is_off,
+    read_kits,
+    write,
+)
 from sftplay.config.load import examine_config
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError, nearest_names, without_secrets
 
 MOST_LEAVES = 10_000
+OPEN = re.compile(r"\$\{[\w.:,/-]+\}")
 SECRET = re.compile(r"(api_key|hub_token|auth_token|secret|password)$")
 
 
@@ -73,10 +86,11 @@ NEEDED = ("model.name", "task_mode", "data.train_path", "datasets")
 
 def _without_refused(answer: Answer, reasons: Mapping[str, ConfigError]) -> Answer:
     """The answer without a value that this kit's own rules refuse."""
-    refused = [key for key in answer.values if key in reasons and key not in NEEDED]
+    blamed = {key: next((at for at in reasons if f"{at}.".startswith(f"{key}.")), None) for key in answer.values}
+    refused = {key: reasons[at] for key, at in blamed.items() if at and key not in NEEDED}
     if not refused:
         return answer
-    why = f"refused here: {reasons[refused[0]].what.replace(chr(10), ' ')}"
+    why = f"refused here: {next(iter(refused.values())).what.replace(chr(10), ' ')}"
     values = {key: value for key, value in answer.values.items() if key not in refused}
     became = None if answer.became in refused else answer.became
     return replace(answer, verdict="not_offered", became=became, why=why, values=values)
@@ -118,8 +132,9 @@ def _write(
         elif answer.verdict == "not_offered" or answer.differs:
             notes.append(note)
     gpus = f"{nproc} GPU" + ("s" if nproc > 1 else "")
+    name = print_on_one_line(path.name)
     head = [
-        f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {path.name}.",
+        f"# Made by `sftplay import-config` on {time.strftime('%Y-%m-%d')} from {kit.title}'s {name}.",
         "# Every other key and its default: `sftplay manual`. Next: validate, inspect, plan, train.",
         f"# A step has the rows of {gpus}: other kits multiply them by their GPUs, here NPROC= says how many.",
         *(["#", "# NOT OFFERED, so `validate` refuses this config and nothing trains:"] if refusals else []),
@@ -144,7 +159,8 @@ def read_tree(path: Path) -> dict[str, Any]:
         what = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"is not YAML: {what}", where=where, fix="correct the file there") from None
     try:  # aliases can make a small file endless
-        is_endless = len(list(islice(list_leaves(tree), MOST_LEAVES + 1))) > MOST_LEAVES
+        is_endless = len(list(islice(_values(tree), 10 * MOST_LEAVES + 1))) > 10 * MOST_LEAVES
+        is_endless = is_endless or len(list(islice(list_leaves(tree), MOST_LEAVES + 1))) > MOST_LEAVES
         tree = None if is_endless else _plain(tree)
     except RecursionError:
         is_endless = True
@@ -155,13 +171,22 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
+def _values(value: Any) -> Iterator[Any]:
+    """Yield the value and every value in it."""
+    yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _values(inner)
+
+
 def _plain(value: Any) -> Any:
-    """The value with texts for keys, and for what JSON does not know, such as dates."""
+    """The value with texts for keys, and for what JSON does not know, such as dates; a text that says true is true."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, str | int | float) else str(value)
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.lower(), value)
+    return value if value is None or isinstance(value, int | float) else str(value)
 
 
 def find_kit(tree: Mapping[str, Any], kind: str, *, where: str) -> Kit:
@@ -212,6 +237,8 @@ def _silent(foreign: Foreign, leaves: list[Leaf]) -> Iterator[Leaf]:
 
 
 def _hidden(leaf: Leaf) -> Any:
+    if isinstance(leaf.value, list):
+        return [_hidden(leaf._replace(value=one)) for one in leaf.value]
     if isinstance(leaf.value, str) and leaf.value and SECRET.search(leaf.key):
         return "(hidden)"
     if isinstance(leaf.value, float) and not math.isfinite(leaf.value):
@@ -241,9 +268,16 @@ def find_answer(leaf: Leaf, foreign: Foreign) -> Answer:
     if leaf.value is None:
         default = kit.defaults.get(key)
         return Answer("no_effect", None, "empty" if default is None else f"empty: {kit.title} takes {flow(default)}")
+    if leaf.value == "???":
+        return Answer("not_offered", None, "the value is missing, as ??? says: write it")
     part, rule = found
+    if found == EMPTY and not is_off(kit, key, leaf.value):
+        return Answer("not_offered", None, f"is no block of keys, as {kit.title} has it here")
     if part == "rules":
         answer = _follow(leaf, rule if isinstance(rule, Mapping) else {"to": rule}, foreign)
+        if any(isinstance(value, str) and OPEN.search(value) for value in answer.values.values()):
+            why = "; ".join(filter(None, (answer.why, "${...} is not replaced here: write its value")))
+            answer = replace(answer, why=why, differs=True)
         has_value = answer.verdict != "not_offered" or answer.values
         return answer if has_value else replace(answer, became=None)
     if part == "not_offered" and is_off(kit, key, leaf.value):
@@ -256,7 +290,7 @@ def _follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     if "by" in rule:
         return CONVERSIONS[rule["by"]](leaf, rule, foreign)
     to, why, value, differs = rule["to"], rule.get("why", ""), as_number(leaf.value), rule.get("differs", False)
-    if foreign.get(rule.get("first", "")) is not None:
+    if "first" in rule and foreign.get(rule["first"]) is not None:
         return Answer("no_effect", None, f"{rule['first']} decides")
     choices = {there if str(there)[:1] == "[" else flow(there): here for there, here in rule.get("values", {}).items()}
     shown = flow(leaf.value)

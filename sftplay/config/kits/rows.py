@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, Verdict, is_off, write
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, Verdict, find_file, is_off, write
 from sftplay.places import ROOT, shipped
 
 ALPACA = "configs/templates/alpaca.jinja"
@@ -50,6 +50,10 @@ def convert_rows(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         return found
     values, why, differs = combine(sets)
     values = {**values, **found.values}
+    if found.became == "data.columns" and "data.columns" not in values:
+        if any(one.columns for one in sets):
+            return Answer("not_offered", None, "the columns of these sets differ: give them the same names")
+        return Answer("no_effect", None, "the column has this name already")
     is_path = found.became == "data.train_path"
     became = "datasets" if is_path and len(sets) > 1 else found.became
     return Answer(found.verdict, became, "; ".join(filter(None, (found.why, why if is_path else ""))), values,
@@ -58,22 +62,26 @@ def convert_rows(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_template(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The chat template by its name there. `with`: the reader of the data sets; `values`: name -> auto, chatml or
-    alpaca; any other is the model's own, which auto takes."""
+    alpaca; any other is the model's own, which auto takes. `own`: names whose text need not be the model's, * all;
+    `says`: name -> in what the one that is taken differs."""
     sets = READERS[rule["with"]](rule.get("sets", "datasets"), foreign) if "with" in rule else []
     to, name, known = "data.template", str(leaf.value), rule.get("values", {})
     if sets and all(one.template or one.kind == "cpt" for one in sets):
         return Answer("no_effect", None, "the rows have a prompt of their own, or none")
-    here = known.get(name)
+    here, says = known.get(name), rule.get("says", {}).get(name, "")
     if name in known and here is None:
         return Answer("no_effect", None, "another key has the template")
     if here == "alpaca":
         return write(to, find_shipped(ALPACA), "the Alpaca prompt")
     if here:
-        return write(to, here)
-    if name.endswith((".jinja", ".jinja2", ".j2")) or (len(name) < 200 and Path(name).is_file()):
+        return write(to, here, says, differs=bool(says))
+    if name.endswith((".jinja", ".jinja2", ".j2")) or find_file(Path(name)):
         return write(to, name)
     if "{" in name:
         return Answer("not_offered", to, "write the template into a file and name that")
+    if rule.get("own") == "*" or name in rule.get("own", "").split():
+        why = f"{foreign.kit.title} has a text of its own for it; here the tokenizer's own is taken, or a Jinja file"
+        return Answer("auto", to, why, differs=True)
     return Answer("auto", to, "the tokenizer's own; a base model without one needs chatml or a Jinja file")
 
 
@@ -122,8 +130,8 @@ def combine(sets: Sequence[DataSet]) -> tuple[dict[str, Any], str, bool]:
 
 def count_rows(path: str) -> int:
     """Count the rows of a local JSON file; 0 where there is none."""
-    file = Path(path)
-    if file.suffix not in (".json", ".jsonl") or not file.is_file():
+    file = find_file(Path(path))
+    if file is None or file.suffix not in (".json", ".jsonl"):
         return 0
     try:
         text = file.read_text(encoding="utf-8")
@@ -137,6 +145,9 @@ def read_axolotl(key: str, foreign: Foreign) -> list[DataSet]:
     """Data sets as axolotl writes them: a list of `path`, `type`, `field_messages` and others."""
     found = foreign.get(key)
     entries = found if isinstance(found, list) else [found] if isinstance(found, dict) else []
+    if isinstance(found, str) and key == "pretraining_dataset":
+        answer = Answer("translated", "data.train_path", "documents, all of whose tokens are learned, in full blocks")
+        return [DataSet(found, kind="cpt", answers={key: answer})]
     return [
         _axolotl_set(entry, f"{key}.{number}" if isinstance(found, list) else key, foreign)
         for number, entry in enumerate(entries)
@@ -146,23 +157,34 @@ def read_axolotl(key: str, foreign: Foreign) -> list[DataSet]:
 
 def _axolotl_set(entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> DataSet:
     files, path = entry.get("data_files"), str(entry.get("path") or "")
-    files = [files] if isinstance(files, str) else files
+    named = [f"data_files.{name}" for name in files] if isinstance(files, dict) else ["data_files"]
+    files = list(files.values()) if isinstance(files, dict) else files if isinstance(files, list) else [files]
+    files = [str(file) for file in files if file]
     one, answers = DataSet(path), {}
     if files and path in ("json", "csv", "parquet", "text", "arrow"):
         one.path = str(files[0])
         answers[f"{prefix}.path"] = Answer("no_effect", None, "the kind of a file is told by its name")
         kept = len(files) == 1
-        answers[f"{prefix}.data_files"] = Answer(
-            "translated" if kept else "not_offered", "data.train_path", "" if kept else "the first file only"
-        )
+        verdict: Verdict = "translated" if kept else "not_offered"
+        why = "" if kept else "the first file only"
+        answers |= {f"{prefix}.{name}": Answer(verdict, "data.train_path", why) for name in named}
     else:
         answers[f"{prefix}.path"] = Answer("translated", "data.train_path")
         if files:
             why = "some files of a data set cannot be chosen: all rows of its split train are read"
-            answers[f"{prefix}.data_files"] = Answer("not_offered", None, why)
-    kind = entry.get("type")
+            answers |= {f"{prefix}.{name}": Answer("not_offered", None, why) for name in named}
+    if re.search(r"[*?]|://", one.path):
+        why = "is no file, folder or name of the hub: copy the files here, and name their folder"
+        where = f"{prefix}.{named[0]}" if one.path != path else f"{prefix}.path"
+        answers[where] = Answer("not_offered", "data.train_path", why)
+    kind = entry.get("type") or ("pretrain" if prefix.startswith("pretraining_dataset") else None)
+    if is_off(foreign.kit, "datasets.type", kind) and prefix.startswith("datasets"):
+        why = "without a type its rows are token ids already, which are not read: give the texts"
+        answers[f"{prefix}.path"] = Answer("not_offered", "data.train_path", why)
     answers |= _axolotl_type(one, kind, prefix, foreign)
-    turns, mapping = entry.get("field_messages"), entry.get("message_property_mappings") or {}
+    turns, mapping, roles = (entry.get(name) for name in ("field_messages", "message_property_mappings", "roles"))
+    turns = None if turns is None else str(turns)
+    mapping, roles = (value if isinstance(value, dict) else {} for value in (mapping, roles))
     role = mapping.get("role") or entry.get("message_field_role")
     content = mapping.get("content") or entry.get("message_field_content")
     is_sharegpt = role == "from" or content == "value" or (turns in SHAREGPT and one.format != "messages")
@@ -178,11 +200,11 @@ def _axolotl_set(entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> Dat
                  "message_field_role", "message_field_content"):  # fmt: skip
         last = name.rpartition(".")[2]
         is_plain = last in ("field_messages", "role", "content", "message_field_role", "message_field_content")
-        verdict: Verdict = "translated" if keeps and is_plain else "not_offered"
+        verdict = "translated" if last == "field_messages" or (keeps and is_plain) else "not_offered"
         reason = why if is_plain else "this key of a message is found by its own name, or not read"
         answers[f"{prefix}.{name}"] = Answer(verdict, to if verdict == "translated" else None, reason)
-    for role_name, names in (entry.get("roles") or {}).items():
-        is_known = set(names if isinstance(names, list) else [names]) <= set(ROLES)
+    for role_name, names in roles.items():
+        is_known = all(name in ROLES for name in (names if isinstance(names, list) else [names]))
         answers[f"{prefix}.roles.{role_name}"] = (
             Answer("no_effect", None, "these roles are known here")
             if is_known
@@ -199,13 +221,13 @@ def _axolotl_type(one: DataSet, kind: Any, prefix: str, foreign: Foreign) -> dic
         one.format, answers = "alpaca", {}
         for name in kind:
             field_name = name.removeprefix("field_")
-            if name.startswith("field_") and field_name in ("instruction", "input", "output", "system"):
-                one.columns |= {field_name: str(kind[name])} if kind[name] and kind[name] != field_name else {}
-                answers[f"{at}.{name}"] = Answer("translated", "data.columns")
-            elif name == "system_prompt" and kind[name]:
-                answers[f"{at}.{name}"] = write("data.system", str(kind[name]))
-            elif not kind[name]:
+            if not kind[name]:
                 answers[f"{at}.{name}"] = Answer("no_effect", None, "empty")
+            elif name.startswith("field_") and field_name in ("instruction", "input", "output", "system"):
+                one.columns |= {field_name: str(kind[name])} if kind[name] != field_name else {}
+                answers[f"{at}.{name}"] = Answer("translated", "data.columns")
+            elif name == "system_prompt":
+                answers[f"{at}.{name}"] = write("data.system", str(kind[name]))
             else:
                 why = "a prompt of your own is a Jinja file here: name it with data.template"
                 answers[f"{at}.{name}"] = Answer("not_offered", "data.template", why)
@@ -243,11 +265,12 @@ def read_llamafactory(key: str, foreign: Foreign) -> list[DataSet]:
     names = [str(name).strip() for name in names if str(name).strip()]
     folder = str(foreign.get("dataset_dir") or "data")
     places = [foreign.folder / folder, Path(folder), foreign.folder, foreign.folder / "data"]
-    file = next((place / "dataset_info.json" for place in places if (place / "dataset_info.json").is_file()), None)
+    file = find_file(*(place / "dataset_info.json" for place in places))
     try:
         known = json.loads(file.read_text(encoding="utf-8")) if file else {}
     except ValueError:
         known = {}
+    known = known if isinstance(known, dict) else {}
     root = file.parent if file else Path(folder)
     shares = str(foreign.get("interleave_probs") or "").split(",")
     sets = [_llamafactory_set(name, known, root, foreign) for name in names]
@@ -265,7 +288,7 @@ def read_llamafactory(key: str, foreign: Foreign) -> list[DataSet]:
 
 def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: Foreign) -> DataSet:
     rows = foreign.kit.rows
-    info = known.get(name)
+    info = known.get(name) if isinstance(known.get(name), dict) else None
     if info is None and str(foreign.get("dataset_dir")).upper() == "ONLINE":
         info = {"hf_hub_url": name}
     if info is None:
@@ -273,13 +296,13 @@ def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: 
             if name in rows.get(what, "").split():
                 why = rows[f"why_{what}"]
                 return DataSet(name, answers={name: Answer("not_offered", "task_mode", why, {"task_mode": mode}, True)})
-        for entry in rows.get("shipped", ()):
+        for entry in rows.get("shipped", ()) if not str(foreign.get("dataset_dir")).startswith("REMOTE:") else ():
             if place := entry["sets"].get(name):
                 info = {**entry, ("file_name" if "/" not in place and "." in place else "hf_hub_url"): place}
     if info is None:
         why = f"what {name} is stands in dataset_info.json, which is not here: write the path of its file"
         return DataSet(str(root / f"{name}.json"), answers={name: Answer("not_offered", "data.train_path", why)})
-    columns, tags = info.get("columns") or {}, info.get("tags") or {}
+    columns, tags = (info[key] if isinstance(info.get(key), dict) else {} for key in ("columns", "tags"))
     if info.get("ranking") or {"chosen", "rejected", "kto_tag"} & set(columns):
         answer = Answer("not_offered", "task_mode", rows["why_pairs"], {"task_mode": "dpo"}, True)
         return DataSet(name, answers={name: answer})
@@ -370,7 +393,7 @@ def _trl_set(entry: Mapping[str, Any], prefix: str) -> DataSet:
             answers[at] = Answer("translated", "data.train_path")
         elif inner in ("fraction", "weight"):
             answers[at] = _whole(value)
-        elif inner == "columns" and {"chosen", "rejected"} & set(columns):
+        elif inner == "columns" and isinstance(columns, list) and ("chosen" in columns or "rejected" in columns):
             why = "learning from preferences (dpo, kto, orpo) comes in a later release"
             answers[at] = Answer("not_offered", "task_mode", why, {"task_mode": "dpo"}, True)
         elif inner == "columns":

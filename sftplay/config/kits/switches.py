@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.config.kits import conversions
-from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, write
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, find_file, write, write_precision
 from sftplay.config.resolved import flow
 
 
@@ -53,15 +53,19 @@ def follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_number_format(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The number format: a true bf16 or fp16 decides, else that of the weights. `with`: the key `dtype` of these, and
-    `silent`, what the kit computes in where neither is given, by the format of the weights."""
-    to, names = "train.precision", rule["with"]
+    `silent`, what the kit computes in where neither is given, by the format of the weights; `adapter`: the key
+    without which all weights train, in the format of the weights."""
+    names = rule["with"]
     bf16, fp16, dtype = (foreign.get(key) for key in ("bf16", "fp16", names["dtype"]))
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
     if bf16 is True or fp16 is True:
-        return write(to, "bf16" if bf16 is True else "fp16")
-    if bf16 is False and (fp16 is False or "silent" not in names):
-        return write(to, short.get(str(dtype), "fp32"))
-    return write(to, names.get("silent", {}).get(short.get(str(dtype), ""), "auto"))
+        chosen = "bf16" if bf16 is True else "fp16"
+    elif bf16 is False and (fp16 is False or "silent" not in names):
+        chosen = short.get(str(dtype), "fp32")
+    else:
+        chosen = names.get("silent", {}).get(short.get(str(dtype), ""), "auto")
+    halves = short.get(str(dtype), "fp32") != "fp32" and not foreign.is_on(names["adapter"])
+    return write_precision(leaf.key, chosen, names["dtype"], halves=halves)
 
 
 def convert_sampling(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -97,7 +101,9 @@ def convert_known_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     here, and `keys`, options that are the value of the first of some keys of the file."""
     names, to = leaf.value if isinstance(leaf.value, list) else [leaf.value], "rewards"
     weights = foreign.get(rule["with"]["weights"])
-    weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
+    weights = [as_number(weight) for weight in weights] if isinstance(weights, list) else []
+    is_each = len(weights) == len(names) and all(isinstance(weight, int | float | None) for weight in weights)
+    weights = weights if is_each else [None] * len(names)
     known, entries, unknown = rule["with"]["known"], [], []
     for name, weight in zip(map(str, names), weights, strict=True):
         dotted = re.fullmatch(r"([\w.]+)[.:]([A-Za-z_]\w*)", name)
@@ -138,8 +144,10 @@ def convert_rollout(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     `with`: the keys `rows` and `accum`."""
     names, to, value = rule["with"], "grpo.steps_per_generation", as_number(leaf.value)
     rows, accum = foreign.number(names["rows"]) or 1, foreign.number(names["accum"]) or 1
+    if not all(isinstance(number, int) and number > 0 for number in (rows, accum, value)):
+        return Answer("not_offered", None, "no number of steps can be made of it")
     unit = rows * accum * foreign.nproc if names.get("completions") else accum
-    if not isinstance(value, int) or value % unit:
+    if value % unit:
         return Answer("not_offered", None, f"is no multiple of a step, {unit} here: one step learns from each batch")
     return write(to, value // unit)
 
@@ -180,8 +188,8 @@ def convert_filled(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_only(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """A list with one entry."""
-    found = leaf.value if isinstance(leaf.value, list) else [leaf.value]
+    """A list with one entry, or with commas between several."""
+    found = leaf.value if isinstance(leaf.value, list) else re.split(r",\s*", str(leaf.value))
     if len(found) > 1:
         return Answer("not_offered", rule["to"], f"takes one: {found[0]}", {rule["to"]: str(found[0])})
     return write(rule["to"], str(found[0])) if found else Answer("no_effect", None, "empty")
@@ -191,10 +199,10 @@ def convert_text(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """A text, or the name of a .txt file with it; ${key} in it is a value of the file."""
     text = str(leaf.value)
     if text.endswith(".txt"):
-        files = [place for place in (foreign.folder / text, Path(text)) if place.is_file()]
-        if not files:
+        file = find_file(foreign.folder / text, Path(text))
+        if file is None:
             return Answer("not_offered", rule["to"], f"the text is in {text}, which is not here: write it there")
-        return write(rule["to"], files[0].read_text(encoding="utf-8", errors="replace"), f"the text of {text}")
+        return write(rule["to"], file.read_text(encoding="utf-8", errors="replace"), f"the text of {text}")
     text = re.sub(r"\$\{([\w.]+)\}", lambda found: str(foreign.get(found[1]) or found[0]), text)
     return write(rule["to"], text.replace("\\n", "\n"))
 

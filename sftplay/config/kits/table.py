@@ -41,6 +41,8 @@ from sftplay.config.keys import all_keys
 
 Verdict = Literal["translated", "no_effect", "auto", "not_offered"]
 Rule = Mapping[str, Any]
+EMPTY = ("no_effect", "empty")
+"""What is found for a key that is known as a block of others alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +69,7 @@ class Kit:
         that it does not know."""
         known, key = self.answers, self.aliases.get(key, key)
         names = [key, *(f"{key.rsplit('.', cut)[0]}.*" for cut in range(1, key.count(".") + 1)), f"{key}.*"]
-        return next(
-            (known[name] for name in names if name in known), ("no_effect", "empty") if key in self.blocks else None
-        )
+        return next((known[name] for name in names if name in known), EMPTY if key in self.blocks else None)
 
     def lead(self, key: str) -> str:
         """Return the leading key of a part; empty for any other key."""
@@ -168,6 +168,26 @@ def is_off(kit: Kit, key: str, value: Any) -> bool:
         return True
     idle = kit.idle.get(key, ())
     return value in idle if isinstance(idle, list) else key in kit.idle and value == idle
+
+
+def write_precision(key: str, chosen: str, says: str, *, halves: bool) -> Answer:
+    """Return the answer for the number format. `halves`: all weights train, and that kit holds them in 16 bits too;
+    `says`: the key that it is said of."""
+    if halves and chosen != "fp32" and key == says:
+        why = "every weight is held in 32 bits here, and in 16 there, where small updates are lost"
+        return write("train.precision", chosen, why, differs=True)
+    return write("train.precision", chosen)
+
+
+def find_file(*places: Path) -> Path | None:
+    """Return the first of the places that is a file; a text too long for a name is none."""
+    for place in places:
+        try:
+            if place.is_file():
+                return place
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 def as_number(value: Any) -> Any:
