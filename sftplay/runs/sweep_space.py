@@ -22,7 +22,7 @@ from sftplay.config.rules import broken_rules
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Positive, Section
 from sftplay.errors import ConfigError, ConfigErrors, nearest_names
-from sftplay.report.figures import LESS_IS_BETTER, find_name, format_figure
+from sftplay.report.figures import find_name, format_figure, is_less_better
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -120,7 +120,7 @@ class Space:
     @property
     def is_less_better(self) -> bool:
         """Whether the best trial has the lowest figure."""
-        return self.metrics[0] in LESS_IS_BETTER
+        return is_less_better(self.metrics[0])
 
     def describe(self, figure: object) -> str:
         """Return a figure with its name, for people."""
@@ -242,12 +242,16 @@ def _read_grid(text: str) -> tuple[SpaceFile, list[Axis]]:
 
 
 def _split(text: str, ends: str) -> list[str]:
-    """The parts between characters of `ends`; those inside brackets or quotes belong to their part."""
-    parts, depth, quote = [""], 0, ""
+    """The parts between characters of `ends`; those inside brackets or quotes belong to their part.
+
+    As in YAML, an apostrophe within a word is no quote.
+    """
+    parts, depth, quote, before = [""], 0, "", ""
     for character in text:
-        if quote or character in "\"'":
+        if quote or (character in "\"'" and before in "=,:[{' \t\n"):
             quote = "" if character == quote else quote or character
-        depth += (character in "[{") - (character in "]}")
+        depth = max(0, depth + (character in "[{") - (character in "]}"))
+        before = character
         if character in ends and not quote and not depth:
             parts.append("")
         else:
