@@ -28,7 +28,7 @@ from optuna.trial import TrialState, create_trial
 
 from sftplay import log
 from sftplay.atomic import is_locked, locked, read_object, write_text
-from sftplay.config.keys import OTHER_ROWS, differences, values_that_decide_weights
+from sftplay.config.keys import OTHER_ROWS, differences, flatten, values_that_decide_weights
 from sftplay.config.resolved import dump_given, flow
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors, DataError, MachineError, RunError, SftplayError
@@ -47,6 +47,7 @@ NAME, RUNG = "sweep", "rung "  # of optuna's study; before the share of a run, i
 POLL_S = 0.1
 STARTS_ELSEWHERE_S = 60.0  # how long the lock of a trial's run may outlive the process that has started it
 DEATHS = 5  # so many without a new checkpoint between them end a trial
+MEASURING = ("eval.limit", "score.eval_", "hrm.eval_")  # beginnings of keys that decide figures and no weights
 REFUSED = (ConfigError.exit_code, MachineError.exit_code)
 STOPPED = tuple(128 + number for number in STOP_SIGNALS)
 
@@ -117,7 +118,8 @@ class Sweep:
 
         Fewer trials than there are would leave some of them without rivals.
         """
-        config = values_that_decide_weights(self.base)
+        config = {key: value for key, value in flatten(self.base).items() if key.startswith(MEASURING)}
+        config |= values_that_decide_weights(self.base)
         for axis in self.space.axes:
             config.pop(axis.key, None)
         space = self.space.identity()

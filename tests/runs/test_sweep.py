@@ -424,6 +424,10 @@ def test_a_sweep_whose_space_or_config_differs_is_refused_and_more_trials_are_no
         f"{folder} seed: was 7 and is 8 now",
     ]
     home.open(overrides=["logging.steps=5"])  # changes no figure
+    with pytest.raises(ConfigError, match="was null and is 5 now"):
+        home.open(overrides=["hrm.eval_limit=5"])
+    with pytest.raises(ConfigError, match="is 5 now"):
+        home.open(overrides=["eval.limit=5"])
     for trials in (2, 3):
         text = f"sampler: random\ntrials: {trials}\nvalues: {{seed: {{low: 1, high: 99}}}}"
         work = home.open(name="grows", space=home.space(text), overrides=["train.learning_rate=0.1"])
