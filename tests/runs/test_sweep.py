@@ -540,6 +540,22 @@ def test_trials_of_tpe_are_compared_in_cohorts_so_that_later_ones_learn(home):
     assert home.starts().index("010") > max(n for n, name in enumerate(home.starts()) if int(name) < 10)
 
 
+@pytest.mark.parametrize("halving", [None, 2])
+def test_tpe_goes_on_after_a_stop_as_it_would_have(home, halving):
+    text = "sampler: tpe\ntrials: 12\nvalues: {train.learning_rate: {low: 0.001, high: 0.005}}"
+    tables = []
+    for name, stops in (("whole", ()), ("stopped", ("t004", "t011"))):
+        for number in stops:
+            home.plan(**{number: {"code": 1}})
+            with pytest.raises(SftplayError):
+                home.open(name=name, space=home.space(text), halving=halving).run()
+        home.plan()
+        work = home.open(name=name, space=home.space(text), halving=halving)
+        assert work.run() == 0
+        tables.append(sweep_table(work))
+    assert tables[0] == tables[1]
+
+
 def test_a_figure_that_is_not_finite_is_pruned_and_leaves_no_json_that_others_cannot_read(home):
     home.plan(t001={"loss": float("inf")}, t002={"loss": float("nan")})
     work = home.open(grid="train.learning_rate=0.001,0.002,0.003,0.004", halving=2)
