@@ -405,7 +405,7 @@ class Sweep:
             what = f"the run has ended and never measured {' or '.join(self.space.metrics)}"
             fix = "set train.eval_steps, or without halving eval.after=true; then choose another NAME="
             raise RunError(what, where=str(trial.folder.eval), fix=fix)
-        decides = train.best_metric or ("loss" if train.early_stopping else "")  # of which evaluation weights are kept
+        decides = train.best_metric or ("loss" if train.early_stopping else "")  # by what figure weights are kept
         known = dict(read_evaluations(trial.folder, (decides,)))
         choose = min if is_less_better(decides) else max
         steps = [step for step in known if step in found and not math.isnan(known[step])]
