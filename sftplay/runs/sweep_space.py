@@ -218,7 +218,20 @@ def read_space(args: Any, base: RunConfig) -> Space:
         what = "is not set, and halving compares trials from an eighth of their steps on"
         fix = "set it to an eighth of the steps, or less"
         raise ConfigError(what, where=f"{args.config} train.eval_steps", fix=fix)
-    return Space(tuple(axes), given.sampler, n_trials, tuple(metrics), halving)
+    space = Space(tuple(axes), given.sampler, n_trials, tuple(metrics), halving)
+    _check_first_comparison(space, base)
+    return space
+
+
+def _check_first_comparison(space: Space, base: RunConfig) -> None:
+    """Raise ConfigError where no evaluation can come as early as the first comparison of halving."""
+    steps, every = base.train.max_steps, base.train.eval_steps
+    is_swept = any(axis.key in ("train.max_steps", "train.eval_steps") for axis in space.axes)
+    first = math.ceil(space.rungs[0] * steps) if steps and space.rungs and not is_swept else 0
+    if first and every and every > first:
+        what = f"is {every}, and halving compares trials first at step {first} of {steps}"
+        where = f"{base.origins.get('train.eval_steps', '')} train.eval_steps".strip()
+        raise ConfigError(what, where=where, fix=f"set it to {first} or less")
 
 
 def _read_grid(text: str) -> tuple[SpaceFile, list[Axis]]:

@@ -530,6 +530,16 @@ def test_halving_by_three_compares_at_a_ninth_and_a_third(home):
     assert read_space(home.arguments(grid=GRID, halving=4), load_config(args.config)).rungs == [1 / 4]
 
 
+def test_evaluations_that_come_too_late_for_the_first_comparison_are_refused(home):
+    late = ["train.max_steps=100", "train.eval_steps=14"]
+    said = "is 14, and halving compares trials first at step 13 of 100 | set it to 13 or less"
+    refusals = read_refusals(home, grid="seed=1,2", halving=2, overrides=late)
+    assert refusals == [f"command line train.eval_steps: {said}"]
+    for words in (["train.max_steps=100", "train.eval_steps=13"], ["train.max_steps=4", "train.eval_steps=1"]):
+        args = home.arguments(grid="seed=1,2", halving=2, overrides=words)
+        assert read_space(args, load_config(args.config, words)).halving == 2
+
+
 def test_trials_of_tpe_are_compared_in_cohorts_so_that_later_ones_learn(home):
     text = "sampler: tpe\ntrials: 12\nhalving: 2\nvalues: {train.learning_rate: {low: 0.001, high: 0.005}}"
     work = home.open(space=home.space(text), parallel=2)
