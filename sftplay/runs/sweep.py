@@ -103,14 +103,22 @@ class Sweep:
         self.trials = self.folder / "trials"
         self.received: list[int] = []
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self.trials.mkdir(parents=True, exist_ok=True)
+        try:
+            self.trials.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"cannot be made ({error.strerror})"
+            raise MachineError(what, where=str(self.trials), fix="choose another output_dir") from error
         with locked(self.folder / LOCK):
             journal = self.folder / JOURNAL
-            self.storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=_FileLock(journal)))
             direction = "minimize" if space.is_less_better else "maximize"
-            self.study = optuna.create_study(
-                storage=self.storage, study_name=NAME, direction=direction, load_if_exists=True
-            )
+            try:
+                self.storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=_FileLock(journal)))
+                self.study = optuna.create_study(
+                    storage=self.storage, study_name=NAME, direction=direction, load_if_exists=True
+                )
+            except ValueError as error:  # of json among others
+                what = f"has a line that cannot be read ({error})"
+                raise RunError(what, where=str(journal), fix="choose another NAME=, or remove that line") from error
             self._compare_with_earlier_start()
 
     def _compare_with_earlier_start(self) -> None:

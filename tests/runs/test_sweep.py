@@ -465,6 +465,16 @@ def test_a_torn_line_is_removed_before_another_process_writes_the_next(home):
     assert [row["state"] for row in rows] == ["done", "done"]
 
 
+def test_a_folder_that_cannot_be_made_and_a_journal_that_cannot_be_read_are_no_tracebacks(home):
+    (home.root / "file").touch()
+    with pytest.raises(MachineError, match="cannot be made"):
+        home.open(overrides=[f"output_dir={home.root / 'file'}"])
+    journal = home.open().folder / "journal.log"
+    journal.write_bytes(b"odd\n" + journal.read_bytes())
+    with pytest.raises(RunError, match="has a line that cannot be read"):
+        home.open()
+
+
 def test_a_line_that_another_process_is_writing_is_left_to_it(home):
     journal = home.open().folder / "journal.log"
     *_, line = journal.read_bytes().splitlines(keepends=True)
