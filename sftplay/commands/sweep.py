@@ -42,7 +42,7 @@ def sweep(args: Namespace) -> int:
     log.say(f"sweep {work.folder}: {space.n_trials} trials, {space.sampler}", "sweep")
     code = work.run()
     rows = work.publish()
-    best = None if code else work.best(rows)
+    best = work.best(rows)
     from sftplay.report.sweep import build_table, describe_savings, write_page
 
     page = write_page(work.folder, rows, metric=space.metrics[0], is_less_better=space.is_less_better)

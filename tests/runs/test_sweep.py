@@ -702,6 +702,17 @@ def test_a_sweep_without_any_figure_ends_with_5_and_one_without_optuna_with_3(ho
 
 
 @pytest.mark.contract
+def test_a_stopped_sweep_names_the_best_of_what_has_finished(home, capsys, monkeypatch):
+    words = ["sweep", "--config", str(home.config), "--grid", "train.learning_rate=0.1", "--name", "end", "--json"]
+    assert main(words) == 0
+    finished = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self: 130)
+    assert main(words) == 130
+    assert json.loads(capsys.readouterr().out) == finished
+    assert finished["best"]["number"] == 0
+
+
+@pytest.mark.contract
 def test_a_process_that_finds_all_trials_taken_names_no_best_that_is_not_there(home, capsys):
     words = ["sweep", "--config", str(home.config), "--grid", "train.learning_rate=0.1", "--name", "taken"]
     other = home.open(name="taken", grid="train.learning_rate=0.1")
