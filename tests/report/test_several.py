@@ -245,3 +245,18 @@ def test_report_of_several_names_writes_one_page_over_its_own_and_over_nothing_e
     assert main(["report", "--run", "a", "--out", "x.html"]) == 2
     assert main(["report"]) == 2
     assert "no run is named" in capsys.readouterr().err
+
+
+def test_a_list_of_runs_may_be_longer_than_a_name_can_be(
+    folders: list[RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    names = [f"trial-{n:03}-of-a-sweep-with-a-long-name" for n in range(9)]
+    for name in names:
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+        (tmp_path / "outputs" / name / "config.resolved.yaml").write_text("seed: 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert len(words := ",".join(names)) > 255
+    assert main(["report", "--run", words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["runs"] == [f"outputs/{name}" for name in names]
+    assert Path(answer["report"]).is_file()
