@@ -385,11 +385,20 @@ def test_without_a_box_code_tasks_are_refused(
 REFUSED = {
     "unmarked": (
         "def judge(doc, results):\n    exec(results[0])\n    return {'acc': 1}\n", "",
-        "line 2, calls exec, perhaps on what the model wrote",
+        "line 2, uses exec, perhaps for what the model wrote",
     ),
     "marked": (
         "def judge(doc, results):\n    return {'acc': 1}\n", "unsafe_code: true\n",
         "marked as unsafe, and runs answers by other means",
+    ),
+    "under another name": (
+        "from subprocess import run as start\ndef judge(doc, results):\n    start(results)\n    return {'acc': 1}\n", "",
+        "line 1, imports subprocess.run, perhaps for what the model wrote",
+    ),
+    "by a task of the harness": (  # sympy reads a formula by eval
+        "from lm_eval.tasks.score.math.math_grader import math_equal\n"
+        "def judge(doc, results):\n    return {'acc': math_equal(results[0], '1')}\n", "",
+        "imports sympy.parsing.sympy_parser.parse_expr, perhaps for what the model wrote",
     ),
 }  # fmt: skip
 
@@ -405,6 +414,15 @@ def test_a_task_that_runs_answers_by_itself_is_refused(
     write_task(tmp_path, "own", text, rows=tasks / "rows.jsonl")
     ask(run.folder.path, tmp_path, "own", code=3)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["code_eval", "evaluate-metric/code_eval", "metrics/code_eval/code_eval.py"])
+def test_the_metric_that_runs_programs_is_the_stand_in_by_each_of_its_names(name: str):
+    import evaluate
+    from sftplay.evaluate.boxed_code import boxed_code_eval
+
+    with boxed_code_eval(SandboxConfig()) as stand_in:
+        assert evaluate.load(name) is stand_in
 
 
 def test_pass_at_k_is_that_of_the_paper_and_an_executor_without_a_box_is_refused(monkeypatch: pytest.MonkeyPatch):
