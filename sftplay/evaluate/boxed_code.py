@@ -150,9 +150,8 @@ def _find_functions(value: Any) -> Iterator[FunctionType]:
 def _find_execution(node: ast.AST) -> str:
     if isinstance(node, ast.Name) and node.id in EXECUTING:
         return f"uses {node.id}"
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        if node.attr.startswith(EXECUTING_MODULES.get(node.value.id) or ()):
-            return f"uses {node.value.id}.{node.attr}"
+    if isinstance(node, ast.Attribute) and isinstance(module := node.value, ast.Name):
+        return f"uses {module.id}.{node.attr}" if node.attr.startswith(EXECUTING_MODULES.get(module.id) or ()) else ""
     if isinstance(node, ast.ImportFrom):
         beginnings = EXECUTING_MODULES.get(str(node.module).partition(".")[0]) or ()
         word = next((found.name for found in node.names if found.name.startswith(beginnings)), "")

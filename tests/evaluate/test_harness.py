@@ -392,7 +392,7 @@ REFUSED = {
         "marked as unsafe, and runs answers by other means",
     ),
     "under another name": (
-        "from subprocess import run as start\ndef judge(doc, results):\n    start(results)\n    return {'acc': 1}\n", "",
+        "from subprocess import run as f\ndef judge(doc, results):\n    f(results)\n    return {'acc': 1}\n", "",
         "line 1, imports subprocess.run, perhaps for what the model wrote",
     ),
     "by a task of the harness": (  # sympy reads a formula by eval
@@ -419,6 +419,7 @@ def test_a_task_that_runs_answers_by_itself_is_refused(
 @pytest.mark.parametrize("name", ["code_eval", "evaluate-metric/code_eval", "metrics/code_eval/code_eval.py"])
 def test_the_metric_that_runs_programs_is_the_stand_in_by_each_of_its_names(name: str):
     import evaluate
+
     from sftplay.evaluate.boxed_code import boxed_code_eval
 
     with boxed_code_eval(SandboxConfig()) as stand_in:
