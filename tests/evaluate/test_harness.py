@@ -444,6 +444,42 @@ def test_pass_at_k_is_that_of_the_paper_and_an_executor_without_a_box_is_refused
         BoxedCodeEval(SandboxConfig(executor="none"))
 
 
+@pytest.mark.contract
+def test_what_a_tasks_own_python_prints_leaves_standard_output_one_document(
+    run: Finished, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "own.py").write_text(
+        "print('at import')\ndef judge(doc, results):\n    print('in judge')\n    return {'acc': 1}\n"
+    )
+    metrics = "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    text = f"output_type: generate_until\nprocess_results: !function own.judge\n{metrics}doc_to_target: answer\n"
+    write_task(tmp_path, "own", text + "generation_kwargs: {max_gen_toks: 2}\n", rows=tasks / "rows.jsonl")
+    ask(run.folder.path, tmp_path, "own", "--json", "--limit", "1")
+    said = capsys.readouterr()
+    assert json.loads(said.out)["run"]["own"]["acc"]["value"] == 1
+    assert "at import" in said.err
+    assert "in judge" in said.err
+
+
+def test_a_first_text_without_a_word_is_no_failure(run: Finished, tasks: Path, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"question": ""}\n{"question": "old boats"}\n')
+    metrics = "metric_list: [{metric: bits_per_byte}]\n"
+    text = f"output_type: loglikelihood_rolling\ndoc_to_target: '{{{{question}}}}'\n{metrics}"
+    write_task(tmp_path, "texts", text, rows=tmp_path / "rows.jsonl")
+    ask(run.folder.path, tmp_path, "texts", "--no-template")
+    content = json.loads((run.folder.eval / "lm-eval.json").read_text())
+    assert content["tasks"]["texts"]["n"] == 2
+    assert content["run"]["texts"]["bits_per_byte"]["value"] != content["base"]["texts"]["bits_per_byte"]["value"]
+
+
+def test_the_length_of_answers_is_read_by_each_of_its_names(open_model: Callable[..., Any]):
+    opened = open_model()
+    for name in ("max_gen_toks", "max_new_tokens", "max_tokens"):
+        request = SimpleNamespace(args=("the river", {name: 10**6}))
+        with pytest.raises(SftplayError, match="a task wants answers of 1,000,000 tokens"):
+            opened.generate_until([request])
+
+
 # Refusals
 
 
