@@ -82,7 +82,7 @@ ELSEWHERE = {
     "lm-eval": "tests/evaluate/test_harness.py",
     "eval-code": "tests/evaluate/test_eval_code.py",
     "compare": "tests/commands/test_report_commands.py",
-    "sweep": "tests/runs/test_sweep_runs.py",
+    "sweep": "tests/runs/test_sweep.py",
 }
 """Verbs that need a scheduler, a hub, a cluster or minutes -> the test in which their documents are checked."""
 
@@ -200,8 +200,15 @@ def test_help_names_every_target_with_the_verb_and_the_settings_behind_it():
     assert targets["merge-bf16"]["verb"] == ["merge", "--dtype", "bf16"]
     assert targets["merge-bf16"]["settings"] == ["ARGS", "CONFIG", "JSON", "OUT", "RUN"]
     assert targets["bench-scaling"]["verb"] == []
+    assert targets["install"]["settings"] == ["EXTRAS", "INSTALLER", "PYTHON", "TORCH_INDEX"]
+    settings = re.search(r"^override SETTINGS := (.*?[^\\])\n", (ROOT / "Makefile").read_text(), re.M | re.S)
+    assert settings
+    assert set(found["settings"]) == set(settings[1].replace("\\\n", " ").split())
+    assert found["settings"]["GRID"] == "--grid"
+    assert found["settings"]["INSTALLER"] == "uv or pip; else uv where there is one"
+    assert all(found["settings"].values())
     for target in targets.values():
-        taken = {found["settings"][name] for name in target["settings"] if name in found["settings"]}
+        taken = {flag for name in target["settings"] if (flag := found["settings"][name]).startswith("--")}
         if target["verb"]:
             assert ("JSON" in target["settings"]) == (target["verb"][0] not in cli.WITHOUT_JSON)
             assert taken <= set(cli.list_flags(target["verb"][0]))
