@@ -59,8 +59,17 @@ def show_help(args: Namespace) -> int:
         flags = {setting: flag for flag, setting in _FLAG.findall("".join(recipes.values()))}
         document["settings"] = dict(sorted({**OTHER_SETTINGS, **flags}.items()))
         document["groups"] = list_targets(makefile, recipes)
-    print(json.dumps({**document, "verbs": {verb: describe_verb(verb) for verb in VERBS}}))
+    document["verbs"] = {verb: describe_verb(verb) for verb in VERBS}
+    print(_in_lines(document, depth=3))
     return 0
+
+
+def _in_lines(value: Any, *, depth: int) -> str:
+    """Return the value as JSON that has a line for each target and each verb, for tools that search or cut lines."""
+    if depth == 0 or not isinstance(value, dict) or "help" in value and "flags" in value:
+        return json.dumps(value)
+    inner = ",\n".join(f"{json.dumps(key)}: {_in_lines(part, depth=depth - 1)}" for key, part in value.items())
+    return f"{{\n{inner}\n}}"
 
 
 _FLAG = re.compile(r"\$\(call \w+,([^,]+),([A-Z_]+)\)")

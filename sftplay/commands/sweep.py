@@ -53,8 +53,9 @@ def sweep(args: Namespace) -> int:
         fix = "change the config or the values, and choose another NAME="
         failure = RunError(what, where=str(work.folder), fix=fix)
     if args.json and failure is None:
-        answer = {"sweep": str(work.folder), "trials": rows, "best": best, "report": str(page)}
-        print(json.dumps({**answer, "best_config": str(work.folder / BEST) if best else None}, ensure_ascii=False))
+        answer = {"sweep": str(work.folder), "metric": space.metrics[0], "trials": rows, "best": best}
+        answer |= {"report": str(page), "best_config": str(work.folder / BEST) if best else None}
+        print(json.dumps(answer, ensure_ascii=False))
     elif not args.json:
         log.show(build_table(rows, metric=space.metrics[0], is_less_better=space.is_less_better).format())
         if savings := describe_savings(rows):

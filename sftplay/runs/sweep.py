@@ -450,9 +450,18 @@ class Sweep:
         return self.storage.get_trial_id_from_study_id_trial_number(self.storage.get_study_id_from_name(NAME), number)
 
     def _show(self, active: list[ActiveTrial]) -> None:
-        n_done = sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
-        steps = [f"trial {trial.number} at step {trial.seen:.0f}" for trial in active if trial.seen > 0]
-        log.progress(n_done, self.space.n_trials, what="done", text=", ".join(steps), tag="sweep")
+        trials = self.study.get_trials(deepcopy=False)
+        n_done = sum(trial.state.is_finished() for trial in trials)
+        share, running = float(n_done), {trial.number for trial in active}
+        text = f"{n_done} of {self.space.n_trials} trials"
+        for trial in trials:
+            folder = self.run_folder(trial.number)
+            steps = as_number(read_object(folder.path / "manifest.json").get("steps"))
+            if steps and not trial.state.is_finished():
+                step = as_number(folder.read_json("status.json").get("step")) or 0
+                share += min(1.0, step / steps)
+                text += f", trial {trial.number} at step {step:.0f} of {steps:.0f}" if trial.number in running else ""
+        log.progress(round(100 * share), 100 * self.space.n_trials, what="progress", text=text, tag="sweep")
 
     def _describe(self, number: int) -> str:
         return ", ".join(f"{key}={flow(value)}" for key, value in self._values(number).items())
