@@ -48,6 +48,9 @@ MAKING, SWAPPING, BEGUN = "making", "swapping torch", "begun"
 """State of an environment that is not finished: its folder is to be cleared; torch of another index may be in it;
 packages may be missing or half installed. The state of a finished one is the folder in which it was finished."""
 
+NEW_STAMP = ".stamp.new"
+"""A stamp while it is written: all that lies in the folder where the disk was full at the first one."""
+
 OLDEST_UV = (0, 5)
 """The first series that surely knows --index and --default-index, which came during 0.4."""
 
@@ -283,7 +286,7 @@ def find_owner_problem(wanted: Environment, is_new: bool) -> str:
         what, fix = f"{link} is a link to {link.readlink()}, which the kit has not made", f"rm {link}"
     elif venv.exists() and not venv.is_dir():
         what, fix = f"{venv} is a file", f"mv {venv} {venv}.mine"
-    elif venv.exists() and not wanted.stamp.exists() and any(venv.iterdir()):
+    elif venv.exists() and not wanted.stamp.exists() and any(path.name != NEW_STAMP for path in venv.iterdir()):
         what, fix = f"{venv} was not made by the kit", f"mv {venv} {venv}.mine"
     else:
         return ""
@@ -616,7 +619,7 @@ def read_stamp(wanted: Environment) -> Stamp:
 
 def write_stamp(wanted: Environment, stamp: Stamp) -> None:
     lines = [stamp.state, stamp.index, "chosen by the machine" if stamp.index and stamp.is_automatic else ""]
-    new = wanted.stamp.with_name(".stamp.new")
+    new = wanted.stamp.with_name(NEW_STAMP)
     new.write_text("\n".join(lines).rstrip())
     new.replace(wanted.stamp)
 

@@ -335,6 +335,13 @@ def test_settings_that_would_leave_the_environment_empty_are_refused(key, value,
     assert steps.commands == []
 
 
+def test_a_disk_that_was_full_at_the_first_stamp_leaves_a_folder_that_is_known_as_the_kits(pip):
+    Path(".venv").mkdir()
+    Path(".venv/.stamp.new").touch()
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["venv", "torch", "lock"]
+
+
 def test_a_clone_that_was_moved_is_built_anew(pip, tmp_path, monkeypatch):
     install.main(force=False)
     Path(".venv/lib/of-before").touch()
