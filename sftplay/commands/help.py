@@ -66,7 +66,7 @@ def show_help(args: Namespace) -> int:
 
 def _in_lines(value: Any, *, depth: int) -> str:
     """Return the value as JSON that has a line for each target and each verb, for tools that search or cut lines."""
-    if depth == 0 or not isinstance(value, dict) or "help" in value and "flags" in value:
+    if depth == 0 or not isinstance(value, dict) or ("help" in value and "flags" in value):
         return json.dumps(value)
     inner = ",\n".join(f"{json.dumps(key)}: {_in_lines(part, depth=depth - 1)}" for key, part in value.items())
     return f"{{\n{inner}\n}}"
