@@ -127,6 +127,7 @@ FLAGS: dict[str, Flags] = {
         "--parallel": _flag("trials at a time", _processes, default=1),
         "--submit": _switch("each trial is a job of SLURM, as `submit` queues it; the flags below are the job's"),
         **_JOB,
+        "--nproc": _flag("processes of each trial; else one, of a job one for each GPU", _processes),
         "--halving": _flag(
             "keep one trial in so many at 1/8, 1/4 and 1/2 of the run",
             _number("a number from 2 to 9", int, holds=lambda value: 2 <= value <= 9),
