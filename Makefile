@@ -11,6 +11,11 @@ override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_R
   SUBMIT SUBSAMPLE TASKS \
   TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
+# WSL exports the machine's name as NAME, which would name every sweep.
+ifeq "$(origin NAME)" "environment"
+override NAME :=
+endif
+
 # A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
 # the value of a variable. make itself would expand each typed variable when it exports it: therefore unexport.
 override TYPED := $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name)))
@@ -29,7 +34,7 @@ export TYPED_GOALS TYPED_NAMES
 SFTPLAY := exec "$$TYPED_PY" -m sftplay
 WORDS := --make-args="$$TYPED_ARGS"
 PROGRAM := exec "$$TYPED_PY" -m sftplay.make_arguments words "$$TYPED_ARGS"
-INSTALL := TORCH_INDEX="$$TYPED_TORCH_INDEX" EXTRAS="$$TYPED_EXTRAS" INSTALLER="$$TYPED_INSTALLER" exec "$$TYPED_PYTHON" -m sftplay.install
+INSTALL := TORCH_INDEX="$$TYPED_TORCH_INDEX" EXTRAS="$$TYPED_EXTRAS" INSTALLER="$$TYPED_INSTALLER" exec "$$TYPED_PYTHON" -m
 # Two processes; a file's tests stay in one of them. ARGS="-n 0" runs all in one, ARGS="-n 8" in eight.
 PYTEST := $(PROGRAM) -m pytest -n 2 --dist loadfile
 
@@ -56,16 +61,17 @@ override UNSLOTH_READY := $(if $(findstring undefined,$(origin UNSLOTH_READY)),.
 # A clone that was moved has a .venv full of old paths: its stamp names another folder.
 # At Ctrl-C make would delete a stamp that has changed, and by it the kit knows its own folder.
 .PRECIOUS: .venv/.stamp .venv-unsloth/.stamp
-ifneq "$(shell head -n 1 .venv/.stamp 2>/dev/null)" "$(CURDIR)"
+# One whose Python was removed is built anew. A typed extra or index of torch is installed also into one that is finished.
+ifneq "$(filter EXTRAS TORCH_INDEX,$(TYPED))$(shell test -x .venv/bin/python && head -n 1 .venv/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
 endif
 $(READY): requirements.lock sftplay/install.py
-	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL)
-ifneq "$(shell head -n 1 .venv-unsloth/.stamp 2>/dev/null)" "$(CURDIR)"
+	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL) sftplay.install
+ifneq "$(shell test -x .venv-unsloth/bin/python && head -n 1 .venv-unsloth/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(UNSLOTH_READY)
 endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
-	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL) --unsloth
+	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL) sftplay.install --unsloth
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments goals "$$TYPED_GOALS"
 
@@ -79,7 +85,7 @@ help: ## this list (JSON=1: all targets, settings, flags and exit codes, for pro
 
 ##@ set up
 install: ## build or refresh .venv by uv, or pip (TORCH_INDEX= another index for torch, EXTRAS=serve, INSTALLER=pip)
-	@$(INSTALL) --force
+	@$(INSTALL) sftplay.make_arguments words "" -m sftplay.install --force
 demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers, JSON=1)
 	@$(SFTPLAY) demo $(WHICH) $(call switch,--control,CONTROL) $(SCALE) $(JSONFLAG) $(WORDS)
 test: $(READY) ## the test suite, minutes

@@ -48,6 +48,9 @@ MAKING, SWAPPING, BEGUN = "making", "swapping torch", "begun"
 """State of an environment that is not finished: its folder is to be cleared; torch of another index may be in it;
 packages may be missing or half installed. The state of a finished one is the folder in which it was finished."""
 
+NEW_STAMP = ".stamp.new"
+"""A stamp while it is written: all that lies in the folder where the disk was full at the first one."""
+
 OLDEST_UV = (0, 5)
 """The first series that surely knows --index and --default-index, which came during 0.4."""
 
@@ -106,6 +109,8 @@ class Environment:
         stamp = read_stamp(self)
         if stamp.state != str(Path.cwd()) or find_named_index() not in (None, stamp.index):
             return False
+        if not Path(self.python).exists():  # a link to a Python that was removed or replaced
+            return False
         return all(self.stamp.stat().st_mtime >= lock.stat().st_mtime for lock in locks)
 
     def works(self) -> bool:
@@ -160,7 +165,7 @@ class Installer:
 
     def find_variables(self) -> dict[str, str]:
         """The environment of the commands."""
-        env = dict(os.environ)
+        env = {**os.environ, "PIP_USER": "0"}  # clusters set it for their own Python; in an environment pip refuses it
         for key, name in UV_VARIABLES.items() if self.uv else ():
             value = self.settings.get(key, "")
             if value and (key != "no-cache-dir" or is_on(value)):
@@ -179,10 +184,11 @@ def main(force: bool, wanted: Environment = KIT) -> int:
     problem = find_problem(sys.version_info[:2])
     if problem:
         return refuse(problem, MACHINE)
+    extras = os.environ.get("EXTRAS", "").replace(",", " ").split() if wanted == KIT else []
+    force = force or bool(extras)
     if not force and wanted.is_fresh():
         os.utime(wanted.stamp, None)  # only this module is newer; make must not call it again
         return 0
-    extras = os.environ.get("EXTRAS", "").replace(",", " ").split() if wanted == KIT else []
     problem = find_extra_problem(extras) or find_installer_problem()
     if problem:
         return refuse(problem, CONFIG)
@@ -201,6 +207,8 @@ def start(argv: list[str]) -> int:
         return main("--force" in argv, UNSLOTH if "--unsloth" in argv else KIT)
     except Interrupted as stop:
         return refuse("install: interrupted; run the command again, and it goes on from here", 128 + stop.args[0])
+    except OSError as error:  # a full disk, a folder of somebody else
+        return refuse(f"install: {error}\n  fix: make that possible, then run the command again", MACHINE)
 
 
 def interrupt(number: int, _frame: object) -> None:
@@ -227,11 +235,18 @@ def build(wanted: Environment, extras: list[str], lock: int) -> int:
     before = read_stamp(wanted)
     is_new = before.state not in (SWAPPING, BEGUN, str(Path.cwd())) or not wanted.works()
     installer = find_installer()
+    problem = find_setting_problem(wanted, installer)
+    if problem:
+        return refuse(problem, CONFIG)
     problem = find_owner_problem(wanted, is_new) or ("" if installer.uv or not is_new else find_venv_problem())
     if problem:
         return refuse(problem, MACHINE)
     index, is_automatic, why = choose_torch(before, installer, is_new=is_new)
     announce(wanted, installer, index, why)
+    kept = next((path.name[6:] for path in wanted.venv.glob("lib/python3.*")), "") if not is_new else ""
+    this = ".".join(map(str, sys.version_info[:2]))
+    if kept not in ("", this):
+        say(f"{wanted.venv} keeps its Python {kept}; `rm -r {wanted.venv}` first makes one of {this}")
     wanted.venv.mkdir(exist_ok=True)
     after = Stamp(MAKING if is_new else BEGUN, index, is_automatic)
     # pip would leave torch of another index as it is: "already satisfied".
@@ -271,11 +286,21 @@ def find_owner_problem(wanted: Environment, is_new: bool) -> str:
         what, fix = f"{link} is a link to {link.readlink()}, which the kit has not made", f"rm {link}"
     elif venv.exists() and not venv.is_dir():
         what, fix = f"{venv} is a file", f"mv {venv} {venv}.mine"
-    elif venv.exists() and not wanted.stamp.exists() and any(venv.iterdir()):
+    elif venv.exists() and not wanted.stamp.exists() and any(path.name != NEW_STAMP for path in venv.iterdir()):
         what, fix = f"{venv} was not made by the kit", f"mv {venv} {venv}.mine"
     else:
         return ""
     return f"install: {what}; nothing there is changed\n  fix: {fix}, then run the command again"
+
+
+def find_setting_problem(wanted: Environment, installer: Installer) -> str:
+    """Why pip would put nothing into the environment; empty when it does. uv reads no such setting of pip's."""
+    for key in () if installer.uv else ("target", "prefix", "root", "no-deps", "dry-run"):
+        value = installer.settings.get(key, "")
+        if value and (key in ("target", "prefix", "root") or is_on(value)):
+            what = f"install: pip's setting {key} ({value}) leaves {wanted.venv} without packages"
+            return f"{what}\n  fix: take it out (`{sys.executable} -m pip config debug` says where it stands)"
+    return ""
 
 
 def forget_half_installed(wanted: Environment) -> None:
@@ -332,7 +357,8 @@ def choose_torch(before: Stamp, installer: Installer, *, is_new: bool) -> tuple[
         if Path("/dev/kfd").exists():
             why += f" (plain {TORCH} has no code for AMD GPUs; TORCH_INDEX=rocm7.2, or another name, has)"
         if signs or places:
-            but = f"your {', '.join(places)} decides its place" if places else f"{signs[0]} tells of machines with GPUs"
+            but = f"your {', '.join(places)} says where torch comes from" if places else ""
+            but = but or f"{signs[0]} tells of machines with GPUs"
             return "", True, [f"{why}, but {but}; TORCH_INDEX=cpu takes torch without GPU code, 0.2 GB"]
     if (is_new or before.index != index) and not is_reachable(f"{index}/torch/", installer.settings.get("cert")):
         return "", True, [f"{why}, but {index} is not reachable: plain {TORCH}; TORCH_INDEX= names another index"]
@@ -593,7 +619,7 @@ def read_stamp(wanted: Environment) -> Stamp:
 
 def write_stamp(wanted: Environment, stamp: Stamp) -> None:
     lines = [stamp.state, stamp.index, "chosen by the machine" if stamp.index and stamp.is_automatic else ""]
-    new = wanted.stamp.with_name(".stamp.new")
+    new = wanted.stamp.with_name(NEW_STAMP)
     new.write_text("\n".join(lines).rstrip())
     new.replace(wanted.stamp)
 

@@ -87,7 +87,7 @@ def refuse_unused(names: list[str], goals: list[str], makefile: Path = Path("Mak
     unused = [name for name in names if name not in taken | FOR_THE_ENVIRONMENT]
     if recipes and unused and all(goal in recipes for goal in goals):
         near = nearest_names(unused[0], taken - FOR_THE_ENVIRONMENT)
-        fix = f"leave it out; it takes {', '.join(sorted(taken - FOR_THE_ENVIRONMENT)) or 'no settings'}"
+        fix = f"leave it out; it takes {', '.join(sorted(taken - FOR_THE_ENVIRONMENT or taken)) or 'no settings'}"
         raise ConfigError(f"{' '.join(goals)} takes no {unused[0]}=", where="make", fix=fix, nearest=near)
 
 

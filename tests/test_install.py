@@ -114,6 +114,27 @@ def test_the_file_that_refuses_old_pythons_uses_nothing_they_cannot_read():
         ast.parse((ROOT / f"sftplay/{name}.py").read_text(), feature_version=(3, 7))
 
 
+def test_a_python_that_cannot_read_what_refuses_it_is_refused_in_words():
+    import ast
+
+    text = (ROOT / "sftplay/__init__.py").read_text()
+    ast.parse(text, feature_version=(3, 4))
+    code = f"import sys; sys.version_info = (3, 6, 8); exec({text!r})"  # that of Red Hat 8
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[0] == f"SFT-Play needs Python 3.11 to 3.13, {sys.executable} is 3.6"
+
+
+def test_a_verb_by_an_older_python_is_refused_in_words(monkeypatch, capsys):
+    from sftplay import __main__
+
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    assert __main__.run() == 3
+    assert capsys.readouterr().err.startswith(
+        f"python: Python 3.11 to 3.13 is needed, {sys.executable} is 3.9\n  fix: "
+    )
+
+
 def test_torch_comes_first_at_one_version_and_the_lock_holds_no_other(pip, capsys):
     assert install.main(force=False) == 0
     assert pip.kinds == ["venv", "torch", "lock"]
@@ -260,6 +281,67 @@ def test_an_install_that_breaks_off_goes_on_where_it_was(pip, capsys):
     assert Path(".venv/.stamp").exists()
 
 
+def test_an_environment_whose_python_is_gone_is_not_fresh_and_is_made_anew(pip):
+    install.main(force=False)
+    Path(".venv/bin/python").unlink()
+    pip.works = False
+    pip.forget()
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["venv", "torch", "lock"]
+
+
+def test_an_extra_is_installed_into_an_environment_that_is_fresh(pip, monkeypatch):
+    install.main(force=False)
+    pip.forget()
+    monkeypatch.setenv("EXTRAS", "serve")
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["torch", "lock", "extras"]
+
+
+def test_an_environment_of_another_python_keeps_it_and_that_is_said(pip, capsys):
+    install.main(force=False)
+    assert "keeps its Python" not in capsys.readouterr().out
+    Path(".venv/lib").rename(".venv/gone")
+    Path(".venv/lib/python3.9/site-packages").mkdir(parents=True)
+    assert install.main(force=True) == 0
+    assert ".venv keeps its Python 3.9; `rm -r .venv` first makes one of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("blocks", ["a file in the way", "a full disk"])
+def test_a_folder_that_cannot_be_written_ends_with_one_line_and_its_remedy(blocks, pip, monkeypatch, capsys):
+    for number in ("SIGINT", "SIGTERM", "SIGHUP"):
+        monkeypatch.setattr(install.signal, number, install.signal.SIGUSR2)  # the tests' own stay
+    if blocks == "a full disk":
+        monkeypatch.setattr(install, "write_stamp", lambda *_: (_ for _ in ()).throw(OSError(28, "No space", ".venv")))
+    else:
+        Path(".cache").touch()
+    handler = install.signal.getsignal(install.signal.SIGUSR2)
+    try:
+        assert install.start([]) == 3
+    finally:
+        install.signal.signal(install.signal.SIGUSR2, handler)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("install: [Errno ")
+    assert said[1].startswith("  fix: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("target", "/elsewhere"), ("prefix", "/p"), ("root", "/r"), ("dry-run", "1")]
+)
+def test_settings_that_would_leave_the_environment_empty_are_refused(key, value, steps, monkeypatch, capsys):
+    monkeypatch.setattr(install, "read_pip_settings", lambda: {key: value, "user": "true"})
+    assert install.main(force=False) == 2
+    assert f"pip's setting {key} ({value}) leaves .venv without packages" in capsys.readouterr().err
+    assert steps.commands == []
+
+
+def test_a_disk_that_was_full_at_the_first_stamp_leaves_a_folder_that_is_known_as_the_kits(pip):
+    Path(".venv").mkdir()
+    Path(".venv/.stamp.new").touch()
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["venv", "torch", "lock"]
+
+
 def test_a_clone_that_was_moved_is_built_anew(pip, tmp_path, monkeypatch):
     install.main(force=False)
     Path(".venv/lib/of-before").touch()
@@ -380,6 +462,31 @@ def test_in_a_path_with_spaces_make_runs_a_config_with_spaces(clone):
 
 
 @pytest.mark.contract
+def test_make_asks_for_an_install_where_the_environments_python_is_gone_or_an_extra_is_named(clone):
+    goal = ("-n", "validate", "CONFIG=x")
+    assert "sftplay.install" not in make(clone, *goal).stdout
+    for word in ("EXTRAS=serve", "TORCH_INDEX=cpu"):
+        assert "sftplay.install" in make(clone, *goal, word).stdout
+    link = clone / ".venv" / "bin"
+    target = link.readlink()
+    link.unlink()
+    link.symlink_to("/nowhere")
+    try:
+        assert "sftplay.install" in make(clone, *goal).stdout
+    finally:
+        link.unlink()
+        link.symlink_to(target)
+
+
+@pytest.mark.contract
+def test_a_setting_that_install_does_not_take_is_refused(clone):
+    done = make(clone, "install", "GPUS=2", f"PYTHON={sys.executable}")
+    assert done.returncode == 2
+    assert "make: install takes no GPUS=" in done.stderr
+    assert "it takes EXTRAS, INSTALLER, PYTHON, TORCH_INDEX" in done.stderr
+
+
+@pytest.mark.contract
 def test_a_refusal_through_make_says_what_the_kit_says(clone):
     done = make(clone, "train", "CONFIG=nowhere.yaml")
     assert done.returncode == 2
@@ -427,9 +534,9 @@ def choose(pip, monkeypatch, *, named="", settings=None, signs=(), reachable=Tru
         ({}, install.CPU, "0.4 GB to fetch"),
         ({"named": "default"}, "", "3.0 GB to fetch"),
         ({"named": "cu129"}, f"{install.BUILDS}/cu129", "0.4 to 3.2 GB to fetch"),
-        ({"settings": {"find-links": "/wheels"}}, "", "your find-links decides its place"),
-        ({"settings": {"index-url": "https://example.org"}}, "", "your index-url decides its place"),
-        ({"settings": {"no-index": "true"}}, "", "your no-index decides its place"),
+        ({"settings": {"find-links": "/wheels"}}, "", "your find-links says where torch comes from"),
+        ({"settings": {"index-url": "https://example.org"}}, "", "your index-url says where torch comes from"),
+        ({"settings": {"no-index": "true"}}, "", "your no-index says where torch comes from"),
         ({"settings": {"no-index": "false", "timeout": "9"}}, install.CPU, "no NVIDIA driver here: torch comes from"),
         ({"signs": ["sbatch"]}, "", "sbatch tells of machines with GPUs; TORCH_INDEX=cpu"),
         ({"reachable": False}, "", "is not reachable: plain torch"),

@@ -97,7 +97,8 @@ EXPORTED = ("make's shell", "command substitution", "double quotes", "a line")
 def test_every_setting_of_every_target_arrives_as_it_was_typed(
     attack: str, from_environment: bool, place: Place, recording: list[str]
 ):
-    values = {name: name + ATTACKS[attack] for name in SETTINGS if name not in PROGRAMS}
+    left_out = [*PROGRAMS, "NAME"] if from_environment else PROGRAMS  # a NAME of the environment is WSL's
+    values = {name: name + ATTACKS[attack] for name in SETTINGS if name not in left_out}
     words = [] if from_environment else [f"{name}={value}" for name, value in values.items()]
     done = place.make("-s", "-k", *recording, *words, *TARGETS, **(values if from_environment else {}))
     assert place.is_untouched
@@ -204,6 +205,14 @@ def test_a_target_takes_the_settings_that_its_help_names(target: str):
     line = re.search(rf"^{target}:.*?##(.*)$", MAKEFILE, re.M)[1]
     named = [name for name in re.findall(r"\b([A-Z_]+)=", line) if name in SETTINGS]
     refuse_unused(named, [target], ROOT / "Makefile")
+
+
+@pytest.mark.contract
+def test_the_machines_name_that_wsl_exports_names_no_sweep(place: Place, recording: list[str]):
+    place.make(*recording, "sweep", "CONFIG=a.yaml", "GRID=a.b=1", NAME="DESKTOP-1")
+    place.make(*recording, "sweep", "CONFIG=a.yaml", "GRID=a.b=1", "NAME=mine", NAME="DESKTOP-1")
+    named = [[word for word in call if word.startswith("--name")] for call in place.calls()]
+    assert named == [[], ["--name=mine"]]
 
 
 def test_settings_become_flags(place: Place, recording: list[str]):

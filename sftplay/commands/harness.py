@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from argparse import Namespace
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +44,8 @@ def lm_eval(args: Namespace) -> int:
     from sftplay.evaluate.evaluate import write_measurement
     from sftplay.report.evaluation import harness_table
 
-    with boxed_code_eval(cfg.sandbox) as boxed:
+    # The harness and the tasks' own Python print: bootstrapping, what they fetch.
+    with boxed_code_eval(cfg.sandbox) as boxed, redirect_stdout(log.screen()):
         content, answers = _measure(args, cfg, folder=folder, boxed=boxed)
     folder.eval.mkdir(parents=True, exist_ok=True)
     write_measurement(folder.eval / NAME, content, rows=answers)
@@ -100,7 +102,7 @@ def _measure(
     if not switches_off:
         lm = HarnessModel(load_untrained(cfg, folder.path), tokenizer, renderer, cfg=cfg)
         measure("base", lm)
-        of_base = lm.score(lm.first_prompt).cpu()
+        of_base = lm.score(lm.first_prompt).cpu() if lm.first_prompt else None
         del lm  # one model at a time
         gc.collect()
     model = load_result(cfg, folder.path)

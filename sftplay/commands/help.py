@@ -23,6 +23,18 @@ EXIT_CODES = {
     "129, 130, 138, 143": "stopped by a signal with a full checkpoint: `resume` goes on",
 }
 
+OTHER_SETTINGS = {
+    "ARGS": "config values a.b=c and further --flags of the verb, quoted as for a shell",
+    "DEEPSPEED_CONFIG": "the config's key cluster.deepspeed",
+    "EXTRAS": "optional parts to install, such as serve,harness",
+    "INSTALLER": "uv or pip; else uv where there is one",
+    "TORCH_INDEX": "index of torch: cpu, cu126, a URL, or default; else as the machine needs",
+    "PYTHON": "the Python that .venv is made of; python3",
+    "PY": "the Python that runs the kit; .venv/bin/python",
+    "UNSLOTH_PY": "the Python that runs unsloth; .venv-unsloth/bin/python",
+}
+"""Settings of make behind which there is no flag, and what they mean."""
+
 DOCUMENTS = "configs/verbs.schema.json"
 
 
@@ -44,11 +56,20 @@ def show_help(args: Namespace) -> int:
     makefile = ROOT / "Makefile"
     if makefile.is_file():  # pip installs none
         recipes = read_recipes(makefile)
-        flags = dict(_FLAG.findall("".join(recipes.values())))
-        document["settings"] = {setting: flag for flag, setting in sorted(flags.items(), key=lambda pair: pair[1])}
+        flags = {setting: flag for flag, setting in _FLAG.findall("".join(recipes.values()))}
+        document["settings"] = dict(sorted({**OTHER_SETTINGS, **flags}.items()))
         document["groups"] = list_targets(makefile, recipes)
-    print(json.dumps({**document, "verbs": {verb: describe_verb(verb) for verb in VERBS}}))
+    document["verbs"] = {verb: describe_verb(verb) for verb in VERBS}
+    print(_in_lines(document, depth=3))
     return 0
+
+
+def _in_lines(value: Any, *, depth: int) -> str:
+    """Return the value as JSON that has a line for each target and each verb, for tools that search or cut lines."""
+    if depth == 0 or not isinstance(value, dict) or "help" in value and "flags" in value:
+        return json.dumps(value)
+    inner = ",\n".join(f"{json.dumps(key)}: {_in_lines(part, depth=depth - 1)}" for key, part in value.items())
+    return f"{{\n{inner}\n}}"
 
 
 _FLAG = re.compile(r"\$\(call \w+,([^,]+),([A-Z_]+)\)")
@@ -65,8 +86,9 @@ def list_targets(makefile: Path, recipes: dict[str, str]) -> dict[str, dict[str,
             recipe = recipes[found[1]]
             called = re.search(r"-m sftplay ([a-z].*)", recipe)
             words = re.sub(r"\$\(call [^)]*\)|\S*\$\$\{[^}]*\}|--make-args=.*", "", called[1]).split() if called else []
-            settings = sorted(list_settings(recipe) - FOR_THE_ENVIRONMENT)
-            group[found[1]] = {"help": found[2], "verb": words, "settings": settings}
+            settings = list_settings(recipe)  # install's are those for the environment
+            taken = sorted(settings - FOR_THE_ENVIRONMENT or settings)
+            group[found[1]] = {"help": found[2], "verb": words, "settings": taken}
     return groups
 
 

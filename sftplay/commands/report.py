@@ -8,7 +8,7 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sftplay import log
@@ -67,7 +67,10 @@ def _report_several(args: Namespace, names: list[str], output: Path) -> int:
 
 def _split_names(text: str, output: Path) -> list[str]:
     """Split names at commas; a run whose own name has some is one name, and quotes keep them in a list."""
-    if "," not in text or any((place / text / RESOLVED).is_file() for place in (Path(), output)):
+    is_one = "," not in text
+    with suppress(OSError):  # a list may be longer than a name can be
+        is_one = is_one or any((place / text / RESOLVED).is_file() for place in (Path(), output))
+    if is_one:
         return [text]
     words = next(csv.reader([text], skipinitialspace=True))
     return [os.path.expanduser(name.strip()) for name in words if name.strip()]  # noqa: PTH111 - as the flag does it

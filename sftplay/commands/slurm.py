@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftplay import log
+from sftplay.commands.watch import refuse_watched_json
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
@@ -57,6 +58,7 @@ def read_request(args: Namespace) -> JobRequest:
 
 def logs(args: Namespace) -> int:
     """`logs`: the last lines of a run's job; with --watch also those to come."""
+    refuse_watched_json(args)
     job = submitting.find_job(_output(args), args.run)
     files = [path for path in (job.output, job.server_log, job.log) if path.exists()]
     if args.json:

@@ -41,26 +41,32 @@ def sweep(args: Namespace) -> int:
     work = Sweep(args, base, space, name=name, request=request if args.submit else None)
     log.say(f"sweep {work.folder}: {space.n_trials} trials, {space.sampler}", "sweep")
     code = work.run()
-    rows, best = work.publish(), None
-    if code == 0:
-        best = work.best(rows)
+    rows = work.publish()
+    best = work.best(rows)
     from sftplay.report.sweep import build_table, describe_savings, write_page
 
     page = write_page(work.folder, rows, metric=space.metrics[0], is_less_better=space.is_less_better)
-    if args.json:
-        answer = {"sweep": str(work.folder), "trials": rows, "best": best, "report": str(page)}
-        print(json.dumps({**answer, "best_config": str(work.folder / BEST) if best else None}, ensure_ascii=False))
-    else:
+    is_open = any(row["state"] in ("running", "waiting", "stopped") for row in rows)
+    failure = None
+    if not code and best is None and not is_open:
+        what = f"none of {len(rows)} trials has a figure; the first: {rows[0]['cause']}"
+        fix = "change the config or the values, and choose another NAME="
+        failure = RunError(what, where=str(work.folder), fix=fix)
+    if args.json and failure is None:
+        answer = {"sweep": str(work.folder), "metric": space.metrics[0], "trials": rows, "best": best}
+        answer |= {"report": str(page), "best_config": str(work.folder / BEST) if best else None}
+        print(json.dumps(answer, ensure_ascii=False))
+    elif not args.json:
         log.show(build_table(rows, metric=space.metrics[0], is_less_better=space.is_less_better).format())
         if savings := describe_savings(rows):
             log.say(savings, "sweep")
     if code:
         log.say("stopped; the same command goes on", "sweep")
-    elif best is None and not any(row["state"] in ("running", "waiting", "stopped") for row in rows):
-        what = f"none of {len(rows)} trials has a figure; the first: {rows[0]['cause']}"
-        raise RunError(what, where=str(work.folder), fix="change the config or the values, and choose another NAME=")
+    elif failure:
+        raise failure
     else:
-        log.say(f"best: {work.folder / BEST}; all: {page}", "sweep")
+        so_far = " so far, other processes train on" if is_open else ""
+        log.say(f"best{so_far}: {work.folder / BEST if best else 'none yet'}; all: {page}", "sweep")
     return code
 
 

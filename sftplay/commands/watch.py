@@ -13,16 +13,18 @@ from sftplay.errors import ConfigError
 PAUSE_S = 2.0
 
 
-def watch(args: Namespace, show: Callable[[], None]) -> int:
-    """Call `show` once, or with --watch until Ctrl-C or until nobody reads it; return the exit code 0.
+def refuse_watched_json(args: Namespace) -> None:
+    """Raise ConfigError where --json, which is one document, comes with --watch."""
+    if args.watch and args.json:
+        raise ConfigError("--watch and --json do not go together", where="command line", fix="leave one out")
 
-    Raise ConfigError where --json, which is one document, comes with --watch.
-    """
+
+def watch(args: Namespace, show: Callable[[], None]) -> int:
+    """Call `show` once, or with --watch until Ctrl-C or until nobody reads it; return the exit code 0."""
+    refuse_watched_json(args)
     if not args.watch:
         show()
         return 0
-    if args.json:
-        raise ConfigError("--watch and --json do not go together", where="command line", fix="leave one out")
     try:
         while (screen := log.own_screen()) is None or screen.is_read:
             if sys.stdout.isatty():

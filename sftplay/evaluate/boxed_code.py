@@ -21,10 +21,14 @@ from sftplay.evaluate.code import measuring_limits, pass_at_k
 from sftplay.sandbox.boxes.job import Job
 from sftplay.sandbox.pool import Sandbox
 
-EXECUTING = {"exec", "eval", "Popen"}
+EXECUTING = {"exec", "eval", "Popen", "parse_expr", "sympify"}
 EXECUTING_MODULES: dict[str, tuple[str, ...]] = {
-    "subprocess": ("",), "os": ("system", "popen", "exec", "spawn", "posix_spawn")
+    "subprocess": ("",), "os": ("system", "popen", "exec", "spawn", "posix_spawn"), "builtins": ("exec", "eval"),
+    "runpy": ("",), "sympy": ("parse_expr", "sympify"),
 }  # fmt: skip
+"""Names, and beginnings of the names in a module, of what runs a text as a program. sympy reads formulas by eval."""
+
+TASKS = "lm_eval.tasks."
 
 
 class BoxedCodeEval:
@@ -93,7 +97,7 @@ def boxed_code_eval(config: SandboxConfig) -> Iterator[BoxedCodeEval]:
     boxed, load = BoxedCodeEval(config), evaluate.load
 
     def load_boxed(path: str, *args: Any, **options: Any) -> Any:
-        return boxed if path == "code_eval" else load(path, *args, **options)
+        return boxed if Path(path).stem == "code_eval" else load(path, *args, **options)  # evaluate-metric/code_eval
 
     evaluate.load = load_boxed
     try:
@@ -110,7 +114,8 @@ def find_unboxed(task: Any, boxed: BoxedCodeEval) -> str:
     """Say why a task of the harness may run a model's programs outside the box; empty where no reason is seen.
 
     Tasks that are marked as unsafe must use the stand-in. The Python files next to a task's functions are read: some
-    tasks execute answers without the mark. A file that hides what it executes is not found out.
+    tasks execute answers without the mark, and some by functions of another task of the harness. A file that hides what
+    it executes is not found out.
     """
     functions = list(_find_functions(vars(task.config)))
     metrics = [getattr(metric, "__self__", None) for metric in getattr(task, "_metric_fn_list", {}).values()]
@@ -119,13 +124,14 @@ def find_unboxed(task: Any, boxed: BoxedCodeEval) -> str:
     if getattr(task, "UNSAFE_CODE", False) and not uses_box:
         return "it is marked as unsafe, and runs answers by other means than the metric code_eval"
     library = Path(lm_eval.__file__).parent
-    files = {Path(function.__code__.co_filename).resolve() for function in functions}
+    borrowed = [value for value in held if isinstance(value, FunctionType) and value.__module__.startswith(TASKS)]
+    files = {Path(function.__code__.co_filename).resolve() for function in (*functions, *borrowed)}
     files.add(Path(inspect.getfile(type(task))).resolve())
     folders = {file.parent for file in files if library not in file.parents or library / "tasks" in file.parents}
     for file in sorted(file for folder in folders for file in folder.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and (word := _find_execution(node.func)):
-                return f"{file}, line {node.lineno}, calls {word}, perhaps on what the model wrote"
+            if word := _find_execution(node):
+                return f"{file}, line {node.lineno}, {word}, perhaps for what the model wrote"  # type: ignore[attr-defined]
     return ""
 
 
@@ -141,11 +147,16 @@ def _find_functions(value: Any) -> Iterator[FunctionType]:
         yield from _find_functions(vars(value))
 
 
-def _find_execution(called: ast.expr) -> str:
-    if isinstance(called, ast.Name) and called.id in EXECUTING:
-        return called.id
-    if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
-        beginnings = EXECUTING_MODULES.get(called.value.id)
-        if beginnings is not None and called.attr.startswith(beginnings):
-            return f"{called.value.id}.{called.attr}"
+def _find_execution(node: ast.AST) -> str:
+    if isinstance(node, ast.Name) and node.id in EXECUTING:
+        return f"uses {node.id}"
+    if isinstance(node, ast.Attribute) and isinstance(module := node.value, ast.Name):
+        return f"uses {module.id}.{node.attr}" if node.attr.startswith(EXECUTING_MODULES.get(module.id) or ()) else ""
+    if isinstance(node, ast.ImportFrom):
+        beginnings = EXECUTING_MODULES.get(str(node.module).partition(".")[0]) or ()
+        word = next((found.name for found in node.names if found.name.startswith(beginnings)), "")
+        return f"imports {node.module}.{word}" if word else ""
+    if isinstance(node, ast.Import):  # a module that does nothing else, by whatever name
+        word = next((found.name for found in node.names if "" in EXECUTING_MODULES.get(found.name, ())), "")
+        return f"imports {word}" if word else ""
     return ""

@@ -7,7 +7,7 @@ import math
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from lm_eval import evaluate
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from sftplay import log
@@ -127,7 +128,8 @@ class HarnessModel(HFLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """Return an answer to each prompt."""
-        longest = max((request.args[1].get("max_gen_toks") or self.max_gen_toks for request in requests), default=0)
+        wanted = (normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests)
+        longest = max(wanted, default=0)
         if longest >= self.max_length:
             what = f"a task wants answers of {longest:,} tokens, and the model reads {self.max_length:,} in all"
             raise ConfigError(what, where="--tasks", fix="choose tasks with shorter answers")
@@ -136,11 +138,11 @@ class HarnessModel(HFLM):
         return found
 
     def _begin(self, requests: Sequence[Any], what: str) -> None:
-        """Check the first request of an evaluation, and show how far the others are."""
+        """Check the first request of an evaluation that has a text, and show how far the others are."""
         self.set_cache_hook(_Progress(len(requests), what))
-        if self.first_prompt or not requests:
+        texts = (text for request in requests for text in request.args if text and isinstance(text, str))
+        if self.first_prompt or not (text := next(texts, "")):
             return
-        text = next(text for text in requests[0].args if text)
         self.first_prompt = self.tok_encode(text)
         if self.score_base is not None:
             ours, others = self.score(self.first_prompt), self.score_base(self.first_prompt)
@@ -249,11 +251,10 @@ def run_tasks(
             elif default is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=SEEDS["fewshot"])
-        with redirect_stdout(log.screen()):  # it prints a line for each figure whose error it samples
-            found: dict[str, Any] = evaluate(
-                lm=model, task_dict=loaded, limit=limit, apply_chat_template=is_chat, fewshot_as_multiturn=is_chat,
-                system_instruction=system if is_chat else None, confirm_run_unsafe_code=True,
-            )  # fmt: skip
+        found: dict[str, Any] = evaluate(
+            lm=model, task_dict=loaded, limit=limit, apply_chat_template=is_chat, fewshot_as_multiturn=is_chat,
+            system_instruction=system if is_chat else None, confirm_run_unsafe_code=True,
+        )  # fmt: skip
     return found
 
 

@@ -101,6 +101,7 @@ def odd_fields(name: str, content: dict[str, Any]) -> list[str]:
 
 EVENTS = "events.jsonl"
 
+ASKED_S = 0.1  # Who asks by `is_locked` holds a lock for a moment, such as `make status`: so long it is tried again.
 SET_ASIDE = ".set-aside"  # the folder next to the runs with those that made no step
 BROKEN = ".broken"  # what is added to the name of a small file that was passed over
 OUT_OF_MEMORY, RESIZED, RESTARTED = "out_of_memory", "resized", "restarted"
@@ -243,7 +244,15 @@ class RunFolder:
         with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(self.path / ".lock", waits=False))
+                deadline = time.monotonic() + ASKED_S
+                while True:
+                    try:
+                        stack.enter_context(locked(self.path / ".lock", waits=False))
+                        break
+                    except BlockingIOError:
+                        if time.monotonic() > deadline:
+                            raise
+                        time.sleep(0.01)
             except BlockingIOError:
                 pid = self.read_json("status.json").get("pid", "unknown")
                 what, fix = f"run {self.name!r} is running (process {pid})", "wait for it to end, or change run_name"

@@ -127,6 +127,11 @@ LESS_IS_BETTER = ("loss", "held_out_loss", "perplexity", "bits_per_byte", "c2i",
 UNJUDGED = ("mfu", "acc_t2_other_hint", "follows_hint", "changes_to_hint", *SHARES[-3:])
 
 
+def is_less_better(key: str) -> bool:
+    """Return whether the best of these figures is the lowest: a loss, also that of a part such as `loss_chats`."""
+    return any(key == name or key.startswith(f"{name}_") for name in LESS_IS_BETTER)
+
+
 def change(key: str, before: object, *, after: object) -> str:
     """Return the difference, signed and in the figure's unit; empty where one of the two is no finite number."""
     old, new = as_number(before), as_number(after)
@@ -141,7 +146,7 @@ def change(key: str, before: object, *, after: object) -> str:
 def is_better(key: str, before: object, *, after: object) -> bool | None:
     """Return whether the figure went the right way; None where that is not known or nothing moved."""
     old, new = as_number(before), as_number(after)
-    is_less = any(key == name or key.startswith(f"{name}_") for name in LESS_IS_BETTER)
+    is_less = is_less_better(key)
     is_more = (key in SHARES and key not in UNJUDGED) or key.startswith("pass@")
     if old is None or new is None or old == new or not (is_less or is_more):
         return None

@@ -289,12 +289,15 @@ COLUMNS: tuple[tuple[str, bool, Callable[[Facts], str]], ...] = (
 def format_table(runs: Sequence[Facts]) -> list[str]:
     """Return the table of runs without columns that all leave empty; below a run, what is wrong with its files."""
     cells = [[write(facts) for facts in runs] for _, _, write in COLUMNS]
-    shown = [(title, right, column) for (title, right, _), column in zip(COLUMNS, cells, strict=True) if any(column)]
+    shown = [
+        (title, right, column, max(len(title), *map(len, column)))
+        for (title, right, _), column in zip(COLUMNS, cells, strict=True)
+        if any(column)
+    ]
     lines = []
     for n in range(-1, len(runs)):
         parts = []
-        for title, right, column in shown:
-            width = max(len(title), *map(len, column))
+        for title, right, column, width in shown:
             text = title if n < 0 else column[n]
             parts.append(text.rjust(width) if right else text.ljust(width))
         lines.append("  ".join(parts).rstrip())

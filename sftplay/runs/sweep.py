@@ -28,7 +28,7 @@ from optuna.trial import TrialState, create_trial
 
 from sftplay import log
 from sftplay.atomic import is_locked, locked, read_object, write_text
-from sftplay.config.keys import OTHER_ROWS, differences, values_that_decide_weights
+from sftplay.config.keys import OTHER_ROWS, differences, flatten, values_that_decide_weights
 from sftplay.config.resolved import dump_given, flow
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors, DataError, MachineError, RunError, SftplayError
@@ -37,7 +37,7 @@ from sftplay.launch.processes import Death
 from sftplay.launch.run_folder import RunFolder, name_taken
 from sftplay.launch.slurm.request import JobRequest
 from sftplay.machine.probe import probe, usable_cores
-from sftplay.report.figures import as_number
+from sftplay.report.figures import as_number, is_less_better
 from sftplay.runs.sweep_job import TrialJob
 from sftplay.runs.sweep_space import Space
 from sftplay.signals import STOP_SIGNALS, TiedPopen, catch_signals
@@ -47,18 +47,23 @@ NAME, RUNG = "sweep", "rung "  # of optuna's study; before the share of a run, i
 POLL_S = 0.1
 STARTS_ELSEWHERE_S = 60.0  # how long the lock of a trial's run may outlive the process that has started it
 DEATHS = 5  # so many without a new checkpoint between them end a trial
+MEASURING = ("eval.limit", "score.eval_", "hrm.eval_")  # beginnings of keys that decide figures and no weights
 REFUSED = (ConfigError.exit_code, MachineError.exit_code)
 STOPPED = tuple(128 + number for number in STOP_SIGNALS)
 
 
 class _FileLock(JournalFileOpenLock):
-    """Optuna's own locks outlive a killed process by half a minute; this one dies with it."""
+    """Optuna's own locks outlive a killed process by half a minute; this one dies with it.
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._held = path, ExitStack()
+    It is taken before each new line, and then removes what a power cut or a full disk has left of the last one.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self._journal, self._held = journal, ExitStack()
 
     def acquire(self) -> bool:
-        self._held.enter_context(locked(self._path))
+        self._held.enter_context(locked(self._journal.with_name(".journal.lock")))
+        _cut_torn_line(self._journal)
         return True
 
     def release(self) -> None:
@@ -98,20 +103,31 @@ class Sweep:
         self.trials = self.folder / "trials"
         self.received: list[int] = []
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self.trials.mkdir(parents=True, exist_ok=True)
+        try:
+            self.trials.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"cannot be made ({error.strerror})"
+            raise MachineError(what, where=str(self.trials), fix="choose another output_dir") from error
         with locked(self.folder / LOCK):
-            _cut_torn_line(self.folder / JOURNAL)
-            journal = JournalFileBackend(str(self.folder / JOURNAL), lock_obj=_FileLock(self.folder / ".journal.lock"))
-            self.storage = JournalStorage(journal)
+            journal = self.folder / JOURNAL
             direction = "minimize" if space.is_less_better else "maximize"
-            self.study = optuna.create_study(
-                storage=self.storage, study_name=NAME, direction=direction, load_if_exists=True
-            )
+            try:
+                self.storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=_FileLock(journal)))
+                self.study = optuna.create_study(
+                    storage=self.storage, study_name=NAME, direction=direction, load_if_exists=True
+                )
+            except ValueError as error:  # of json among others
+                what = f"has a line that cannot be read ({error})"
+                raise RunError(what, where=str(journal), fix="choose another NAME=, or remove that line") from error
             self._compare_with_earlier_start()
 
     def _compare_with_earlier_start(self) -> None:
-        """Record what this sweep is, or raise ConfigErrors with what differs from the record."""
-        config = values_that_decide_weights(self.base)
+        """Record what this sweep is, or raise ConfigErrors with what differs from the record.
+
+        Fewer trials than there are would leave some of them without rivals.
+        """
+        config = {key: value for key, value in flatten(self.base).items() if key.startswith(MEASURING)}
+        config |= values_that_decide_weights(self.base)
         for axis in self.space.axes:
             config.pop(axis.key, None)
         space = self.space.identity()
@@ -130,6 +146,9 @@ class Sweep:
             if old != new
         ]:
             raise ConfigErrors(problems)
+        if (n := len(self.study.get_trials(deepcopy=False))) > self.space.n_trials:
+            what, fix = f"has {n} trials already, and {self.space.n_trials} are asked for", f"ask for {n} or more"
+            raise ConfigError(what, where=f"{self.folder} trials", fix=fix)
 
     def run(self) -> int:
         """Work on the sweep until no trial is left to take; return 0, or the code of the stop signal that came.
@@ -217,7 +236,8 @@ class Sweep:
                         return None
                     folder = self.run_folder(number)
                     if folder.resolved.exists():
-                        raise name_taken(folder.name, str(folder.path))
+                        taken = name_taken(folder.name, str(folder.path))
+                        raise ConfigError(taken.what, where=taken.where, fix="choose another NAME=, or remove that run")
                     held, params = self._hold(number), self.space.draw(number, trials, seed=self.base.seed)
                     given = {axis.key: axis.distribution() for axis in self.space.axes}
                     new = create_trial(state=TrialState.RUNNING, params=params, distributions=given)
@@ -261,7 +281,7 @@ class Sweep:
             if self.received:
                 return
             if time.monotonic() > deadline:
-                raise RunError("still runs elsewhere", where=str(trial.folder.path), fix="wait for its end, or stop it")
+                raise _runs_elsewhere(trial.folder)
             time.sleep(POLL_S)
         self._observe(trial)
         if trial.verdict != "":
@@ -297,11 +317,9 @@ class Sweep:
     def _observe(self, trial: ActiveTrial) -> None:
         """Put new evaluations into the journal; decide at each rung whether the trial goes on."""
         steps = as_number(read_object(trial.folder.path / "manifest.json").get("steps"))
-        for step, figure in read_evaluations(trial.folder, self.space.metrics):
+        for step, figure in read_evaluations(trial.folder, self.space.metrics, after=trial.seen):
             if trial.verdict != "" or not steps:
                 return
-            if step <= trial.seen:
-                continue
             trial.seen = step
             self.storage.set_trial_intermediate_value(self._id(trial.number), step, figure)
             known = self.study.get_trials(deepcopy=False)[trial.number].user_attrs
@@ -357,10 +375,10 @@ class Sweep:
             self._finish(trial, "done", figure=self._final_figure(trial))
         elif code is None or self.received:
             trial.held.close()
+        elif code in REFUSED and is_locked(trial.folder.path / ".lock"):  # by a start that was none of this sweep's
+            raise _runs_elsewhere(trial.folder)
         elif code in REFUSED:
             self._finish(trial, "refused", cause=cause, run=answer.get("run"))
-        elif code == RunError.exit_code and (trial.folder.path / "bad_step.json").exists():
-            self._finish(trial, "failed", cause=str(error.get("what", "")).split("\n", 1)[0])
         elif code < 0 or error.get("code") == Death.code:
             step = int(trial.folder.read_json("status.json").get("step") or 0)
             trial.deaths = 1 if step > trial.step else trial.deaths + 1
@@ -372,6 +390,8 @@ class Sweep:
             log.say(f"note: trial {trial.number}: {cause}; it goes on from its last checkpoint", "sweep")
             self._start(trial)
             return False
+        elif code == RunError.exit_code and (trial.folder.path / "bad_step.json").exists():
+            self._finish(trial, "failed", cause=str(error.get("what", "")).split("\n", 1)[0])
         elif code in STOPPED:
             trial.held.close()
             self.received.append(code - 128)
@@ -385,17 +405,19 @@ class Sweep:
 
     def _final_figure(self, trial: ActiveTrial) -> float:
         """The figure of the weights that the run has kept."""
-        found = [figure for _, figure in read_evaluations(trial.folder, self.space.metrics)]
+        train, found = trial.cfg.train, dict(read_evaluations(trial.folder, self.space.metrics))
         if not found and not self.space.halving:
-            after = read_object(trial.folder.eval / "after.json")
-            found = [value for key in self.space.metrics if (value := as_number(after.get(key))) is not None]
+            after = _find_figure(read_object(trial.folder.eval / "after.json"), self.space.metrics)
+            found = {} if after is None else {0: after}
         if not found:
             what = f"the run has ended and never measured {' or '.join(self.space.metrics)}"
             fix = "set train.eval_steps, or without halving eval.after=true; then choose another NAME="
             raise RunError(what, where=str(trial.folder.eval), fix=fix)
-        keeps_best = trial.cfg.train.best_metric is not None or trial.cfg.train.early_stopping is not None
-        best = min if self.space.is_less_better else max
-        return best(value for value in found if not math.isnan(value)) if keeps_best else found[-1]
+        decides = train.best_metric or ("loss" if train.early_stopping else "")  # by what figure weights are kept
+        known = dict(read_evaluations(trial.folder, (decides,)))
+        choose = min if is_less_better(decides) else max
+        steps = [step for step in known if step in found and not math.isnan(known[step])]
+        return found[choose(steps, key=known.__getitem__, default=max(found))]
 
     def _finish(self, trial: ActiveTrial, state: str, **facts: Any) -> None:
         status = trial.folder.read_json("status.json")
@@ -428,9 +450,18 @@ class Sweep:
         return self.storage.get_trial_id_from_study_id_trial_number(self.storage.get_study_id_from_name(NAME), number)
 
     def _show(self, active: list[ActiveTrial]) -> None:
-        n_done = sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
-        steps = [f"trial {trial.number} at step {trial.seen:.0f}" for trial in active if trial.seen > 0]
-        log.progress(n_done, self.space.n_trials, what="done", text=", ".join(steps), tag="sweep")
+        trials = self.study.get_trials(deepcopy=False)
+        n_done = sum(trial.state.is_finished() for trial in trials)
+        share, running = float(n_done), {trial.number for trial in active}
+        text = f"{n_done} of {self.space.n_trials} trials"
+        for trial in trials:
+            folder = self.run_folder(trial.number)
+            steps = as_number(read_object(folder.path / "manifest.json").get("steps"))
+            if steps and not trial.state.is_finished():
+                step = as_number(folder.read_json("status.json").get("step")) or 0
+                share += min(1.0, step / steps)
+                text += f", trial {trial.number} at step {step:.0f} of {steps:.0f}" if trial.number in running else ""
+        log.progress(round(100 * share), 100 * self.space.n_trials, what="progress", text=text, tag="sweep")
 
     def _describe(self, number: int) -> str:
         return ", ".join(f"{key}={flow(value)}" for key, value in self._values(number).items())
@@ -469,19 +500,25 @@ class Sweep:
                 cfg = self.space.configure(self.base, params, run_name=f"{self.name}-best")
                 path, shown = self.folder / BEST, self.space.describe(best["figure"])
                 head = f"The best of {len(rows)} trials of the sweep {self.name}, number {best['number']}: {shown}."
-                write_text(path, _with_comment(dump_given(cfg), f"{head}\n# Train it again: make train CONFIG={path}"))
+                again = f"make train CONFIG={path}" + (f" NPROC={self.args.nproc}" if self.args.nproc else "")
+                write_text(path, _with_comment(dump_given(cfg), f"{head}\n# Train it again: {again}"))
         return rows
 
 
-def read_evaluations(folder: RunFolder, metrics: tuple[str, ...]) -> list[tuple[int, float]]:
-    """Return step and figure of each evaluation in eval/ behind the start, in order; the first metric that it has."""
-    found = []
-    for path in folder.eval.glob("step-*.json"):
-        number, figures = path.stem.removeprefix("step-"), read_object(path)
-        value = next((value for key in metrics if (value := as_number(figures.get(key))) is not None), None)
-        if number.isdecimal() and int(number) and value is not None:
-            found.append((int(number), value))
-    return sorted(found)
+def _runs_elsewhere(folder: RunFolder) -> RunError:
+    return RunError("still runs elsewhere", where=str(folder.path), fix="wait for its end, or stop it")
+
+
+def read_evaluations(folder: RunFolder, metrics: tuple[str, ...], *, after: int = 0) -> list[tuple[int, float]]:
+    """Return step and figure of each evaluation in eval/ behind step `after`, in order; the first metric it has."""
+    numbers = [path.stem.removeprefix("step-") for path in folder.eval.glob("step-*.json")]
+    steps = sorted(int(number) for number in numbers if number.isdecimal() and int(number) > after)
+    figures = {step: _find_figure(read_object(folder.eval / f"step-{step}.json"), metrics) for step in steps}
+    return [(step, figure) for step, figure in figures.items() if figure is not None]
+
+
+def _find_figure(figures: dict[str, Any], metrics: tuple[str, ...]) -> float | None:
+    return next((value for key in metrics if (value := as_number(figures.get(key))) is not None), None)
 
 
 def _key(rung: float) -> str:
@@ -495,7 +532,9 @@ def _with_comment(text: str, comment: str) -> str:
 
 def _cut_torn_line(path: Path) -> None:
     """Remove what a power cut or a full disk has left of the journal's last line."""
-    content = path.read_bytes() if path.exists() else b""
-    if not content.endswith(b"\n"):
-        with path.open("ab") as journal:
-            journal.truncate(content.rfind(b"\n") + 1)
+    with path.open("r+b") as journal:
+        if size := journal.seek(0, os.SEEK_END):
+            journal.seek(size - 1)
+            if journal.read() != b"\n":
+                journal.seek(0)
+                journal.truncate(journal.read().rfind(b"\n") + 1)

@@ -22,7 +22,7 @@ from sftplay.config.rules import broken_rules
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Positive, Section
 from sftplay.errors import ConfigError, ConfigErrors, nearest_names
-from sftplay.report.figures import LESS_IS_BETTER, find_name, format_figure
+from sftplay.report.figures import find_name, format_figure, is_less_better
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -120,7 +120,7 @@ class Space:
     @property
     def is_less_better(self) -> bool:
         """Whether the best trial has the lowest figure."""
-        return self.metrics[0] in LESS_IS_BETTER
+        return is_less_better(self.metrics[0])
 
     def describe(self, figure: object) -> str:
         """Return a figure with its name, for people."""
@@ -218,7 +218,20 @@ def read_space(args: Any, base: RunConfig) -> Space:
         what = "is not set, and halving compares trials from an eighth of their steps on"
         fix = "set it to an eighth of the steps, or less"
         raise ConfigError(what, where=f"{args.config} train.eval_steps", fix=fix)
-    return Space(tuple(axes), given.sampler, n_trials, tuple(metrics), halving)
+    space = Space(tuple(axes), given.sampler, n_trials, tuple(metrics), halving)
+    _check_first_comparison(space, base)
+    return space
+
+
+def _check_first_comparison(space: Space, base: RunConfig) -> None:
+    """Raise ConfigError where no evaluation can come as early as the first comparison of halving."""
+    steps, every = base.train.max_steps, base.train.eval_steps
+    is_swept = any(axis.key in ("train.max_steps", "train.eval_steps") for axis in space.axes)
+    first = math.ceil(space.rungs[0] * steps) if steps and space.rungs and not is_swept else 0
+    if first and every and every > first:
+        what = f"is {every}, and halving compares trials first at step {first} of {steps}"
+        where = f"{base.origins.get('train.eval_steps', '')} train.eval_steps".strip()
+        raise ConfigError(what, where=where, fix=f"set it to {first} or less")
 
 
 def _read_grid(text: str) -> tuple[SpaceFile, list[Axis]]:
@@ -242,12 +255,16 @@ def _read_grid(text: str) -> tuple[SpaceFile, list[Axis]]:
 
 
 def _split(text: str, ends: str) -> list[str]:
-    """The parts between characters of `ends`; those inside brackets or quotes belong to their part."""
-    parts, depth, quote = [""], 0, ""
+    """The parts between characters of `ends`; those inside brackets or quotes belong to their part.
+
+    As in YAML, an apostrophe within a word is no quote.
+    """
+    parts, depth, quote, before = [""], 0, "", ""
     for character in text:
-        if quote or character in "\"'":
+        if quote or (character in "\"'" and before in "=,:[{' \t\n"):
             quote = "" if character == quote else quote or character
-        depth += (character in "[{") - (character in "]}")
+        depth = max(0, depth + (character in "[{") - (character in "]}"))
+        before = character
         if character in ends and not quote and not depth:
             parts.append("")
         else:

@@ -267,11 +267,20 @@ class MarkComplete(Observer):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
         # A line of metrics ends at each checkpoint; otherwise a resumed run's next line would miss the steps before it.
-        control.should_log = control.should_log or control.should_save
+        may_save = control.should_save or (control.should_evaluate and args.metric_for_best_model == "loss")
+        control.should_log = control.should_log or may_save
         if control.should_save and log.is_main():
             checkpoints = self.folder.checkpoints
             check_room(checkpoints, checkpoint_bytes(checkpoints, more["model"], optimizer=more["optimizer"]))
         return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **more: Any) -> None:
+        """Save the best weights so far, where no checkpoint is due: the Trainer keeps only those that were saved."""
+        lowest = math.inf if state.best_metric is None else state.best_metric
+        is_best = args.metric_for_best_model == "loss" and metrics["eval_loss"] < lowest
+        if is_best and not control.should_save:
+            control.should_save = True
+            self.on_step_end(args, state, control, **more)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._barrier()

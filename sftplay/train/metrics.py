@@ -315,7 +315,7 @@ class MetricsWriter(Observer):
         self.totals = {"tokens_seen": 0, "label_tokens_seen": 0, **(counters or {})}
         self.sources = {name: TokenTotals(**totals) for name, totals in (sources or {}).items()}
         self.train_seconds = self.train_cpu_seconds = self._cpu_started = 0.0
-        self._started = self._shown_at = 0.0
+        self._started = self._shown_at = self._rate = 0.0
         self._shown_tokens = self._logged_step = 0
         self._largest_memory: dict[str, int] = {}
 
@@ -328,6 +328,9 @@ class MetricsWriter(Observer):
         if log.is_main():
             cut_back(self.path, state.global_step)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._rate = self.trainer.lr_scheduler.get_last_lr()[0]  # at the end of the step it is the next one's
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         now = time.monotonic()
         if control.should_log or now - self._shown_at < 1.0:
@@ -335,8 +338,7 @@ class MetricsWriter(Observer):
         tokens = self.trainer.counts.tokens
         speed = max(0, tokens - self._shown_tokens) * log.world_size() / (now - self._shown_at)
         self._shown_at, self._shown_tokens = now, tokens
-        rate = self.trainer.lr_scheduler.get_last_lr()[0]
-        text = format_figures(float(self.trainer.last_loss), rate, tokens_per_s=speed)
+        text = format_figures(float(self.trainer.last_loss), self._rate, tokens_per_s=speed)
         log.progress(state.global_step, state.max_steps, what="step", text=text)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:

@@ -20,6 +20,7 @@ from small_run import Inputs
 from sftplay.cli import main
 from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch.run_folder import RunFolder
+from sftplay.runs.status import describe_runs, format_table
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -211,6 +212,29 @@ def test_of_two_hundred_runs_and_of_a_huge_file_only_the_ends_are_read(capsys: p
     runs = status(capsys)
     assert [run["run"] for run in runs] == [*(f"run-{n}" for n in range(199)), "huge"]
     assert (runs[-1]["step"], runs[-1]["problems"]) == (9, [])
+
+
+def test_the_time_for_a_table_grows_with_the_runs_and_not_with_their_square():
+    (facts,) = describe_runs([put("run", line(3), state="done", step=3).path])
+
+    def seconds(n: int) -> float:
+        began = time.process_time()
+        assert len(format_table([facts] * n)) == n + 1
+        return time.process_time() - began
+
+    assert seconds(4000) < 40 * max(min(seconds(400) for _ in range(3)), 0.001)
+
+
+def test_trials_of_a_sweep_are_listed_as_the_runs_they_are_and_its_folder_is_none(capsys: pytest.CaptureFixture[str]):
+    put("s-trial-000", state="stopped", step=50)
+    put("s-trial-001", state="done", step=400, age_s=9)
+    (Path("outputs") / "sweeps" / "s" / "trials").mkdir(parents=True)
+    (Path("outputs") / "sweeps" / "s" / "trials.jsonl").write_text("{}\n")
+    (Path("outputs") / "latest").symlink_to("s-trial-001")
+    (Path("outputs") / "gone").symlink_to("nowhere")
+    (Path("outputs") / "status.json").write_text("{}")
+    assert [(run["run"], run["now"]) for run in status(capsys)] == [("s-trial-000", "stopped"), ("s-trial-001", "done")]
+    assert status(capsys, "--run", "latest")["step"] == 400
 
 
 def test_a_folder_without_runs_says_so(capsys: pytest.CaptureFixture[str]):

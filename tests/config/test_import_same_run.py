@@ -215,7 +215,8 @@ def test_an_imported_config_trains_as_its_kit_does(
             print(
                 f"\n{kit:<14} step {line['step']}  here {line['loss']:.6f}  plain {loss:.6f}  rate {rate:.6f}", end=""
             )
-    assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in plain], rel=1e-5)
+    # Without its decay, or with another beta2, a loss of ms-swift's third step moves by 1e-5; rounding by 3e-7.
+    assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in plain], rel=3e-6)
     assert [line["learning_rate"] for line in lines] == pytest.approx([rate for _, rate in plain], rel=1e-6)
 
 

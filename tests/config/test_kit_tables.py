@@ -99,6 +99,8 @@ def test_what_trl_does_in_silence_is_written(tmp_path):
     lora = {"r": 16, "alpha": 32, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
     assert {key: adapted[f"tuning.lora.{key}"] for key in lora} == lora
     assert "TRL learns every token" not in made.text
+    _, _, made = imported(tmp_path, "trl-bare", eval_strategy="steps")
+    assert "default of dataset_test_split: test" in made.text
 
 
 @pytest.mark.parametrize(

@@ -385,11 +385,20 @@ def test_without_a_box_code_tasks_are_refused(
 REFUSED = {
     "unmarked": (
         "def judge(doc, results):\n    exec(results[0])\n    return {'acc': 1}\n", "",
-        "line 2, calls exec, perhaps on what the model wrote",
+        "line 2, uses exec, perhaps for what the model wrote",
     ),
     "marked": (
         "def judge(doc, results):\n    return {'acc': 1}\n", "unsafe_code: true\n",
         "marked as unsafe, and runs answers by other means",
+    ),
+    "under another name": (
+        "from subprocess import run as f\ndef judge(doc, results):\n    f(results)\n    return {'acc': 1}\n", "",
+        "line 1, imports subprocess.run, perhaps for what the model wrote",
+    ),
+    "by a task of the harness": (  # sympy reads a formula by eval
+        "from lm_eval.tasks.score.math.math_grader import math_equal\n"
+        "def judge(doc, results):\n    return {'acc': math_equal(results[0], '1')}\n", "",
+        "imports sympy.parsing.sympy_parser.parse_expr, perhaps for what the model wrote",
     ),
 }  # fmt: skip
 
@@ -405,6 +414,16 @@ def test_a_task_that_runs_answers_by_itself_is_refused(
     write_task(tmp_path, "own", text, rows=tasks / "rows.jsonl")
     ask(run.folder.path, tmp_path, "own", code=3)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["code_eval", "evaluate-metric/code_eval", "metrics/code_eval/code_eval.py"])
+def test_the_metric_that_runs_programs_is_the_stand_in_by_each_of_its_names(name: str):
+    import evaluate
+
+    from sftplay.evaluate.boxed_code import boxed_code_eval
+
+    with boxed_code_eval(SandboxConfig()) as stand_in:
+        assert evaluate.load(name) is stand_in
 
 
 def test_pass_at_k_is_that_of_the_paper_and_an_executor_without_a_box_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -423,6 +442,42 @@ def test_pass_at_k_is_that_of_the_paper_and_an_executor_without_a_box_is_refused
     assert [row["result"] for _, row in details[0]] == ["ok", "wrong", "runtime"]
     with pytest.raises(SftplayError, match="not run without a box"):
         BoxedCodeEval(SandboxConfig(executor="none"))
+
+
+@pytest.mark.contract
+def test_what_a_tasks_own_python_prints_leaves_standard_output_one_document(
+    run: Finished, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "own.py").write_text(
+        "print('at import')\ndef judge(doc, results):\n    print('in judge')\n    return {'acc': 1}\n"
+    )
+    metrics = "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    text = f"output_type: generate_until\nprocess_results: !function own.judge\n{metrics}doc_to_target: answer\n"
+    write_task(tmp_path, "own", text + "generation_kwargs: {max_gen_toks: 2}\n", rows=tasks / "rows.jsonl")
+    ask(run.folder.path, tmp_path, "own", "--json", "--limit", "1")
+    said = capsys.readouterr()
+    assert json.loads(said.out)["run"]["own"]["acc"]["value"] == 1
+    assert "at import" in said.err
+    assert "in judge" in said.err
+
+
+def test_a_first_text_without_a_word_is_no_failure(run: Finished, tasks: Path, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"question": ""}\n{"question": "old boats"}\n')
+    metrics = "metric_list: [{metric: bits_per_byte}]\n"
+    text = f"output_type: loglikelihood_rolling\ndoc_to_target: '{{{{question}}}}'\n{metrics}"
+    write_task(tmp_path, "texts", text, rows=tmp_path / "rows.jsonl")
+    ask(run.folder.path, tmp_path, "texts", "--no-template")
+    content = json.loads((run.folder.eval / "lm-eval.json").read_text())
+    assert content["tasks"]["texts"]["n"] == 2
+    assert content["run"]["texts"]["bits_per_byte"]["value"] != content["base"]["texts"]["bits_per_byte"]["value"]
+
+
+def test_the_length_of_answers_is_read_by_each_of_its_names(open_model: Callable[..., Any]):
+    opened = open_model()
+    for name in ("max_gen_toks", "max_new_tokens", "max_tokens"):
+        request = SimpleNamespace(args=("the river", {name: 10**6}))
+        with pytest.raises(SftplayError, match="a task wants answers of 1,000,000 tokens"):
+            opened.generate_until([request])
 
 
 # Refusals

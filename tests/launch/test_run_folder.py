@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from processes import HANG_S
 
 from sftplay import atomic
-from sftplay.atomic import write_text
+from sftplay.atomic import is_locked, write_text
 from sftplay.config.load import load_config
 from sftplay.config.resolved import RESOLVED
 from sftplay.errors import ConfigError
@@ -120,6 +121,18 @@ def test_an_exit_code_written_while_the_main_rank_notes_its_step_is_not_lost(tmp
     folder.update_status(step=2)
     failing.join(HANG_S)
     assert folder.read_json("status.json") == {"state": "failed", "step": 2, "exit_code": 3}
+
+
+def test_a_run_starts_while_somebody_asks_whether_it_is_locked(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    asker = (folder.path / ".lock").open("ab")
+    fcntl.flock(asker, fcntl.LOCK_SH)
+    timer = threading.Timer(0.03, asker.close)
+    timer.start()
+    with folder.locked():
+        assert is_locked(folder.path / ".lock")
+    timer.join()
 
 
 def test_status_is_written_where_the_file_system_has_no_locks_or_a_holder_stands_still(tmp_path, monkeypatch):

@@ -146,6 +146,8 @@ def test_submitted_run_has_its_job_and_shows_it(
     assert (facts["job_id"], facts["state"], facts["reason"]) == (17, "PENDING", "Resources")
     assert main(["logs", "--config", str(config), "--run", "run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == []
+    assert main(["logs", "--config", str(config), "--run", "run", "--json", "--watch"]) == 2
+    assert "--watch and --json do not go together" in json.loads(capsys.readouterr().out)["error"]["what"]
     # A second job of the same name would write into the same files.
     assert submit(config) == 2
     assert "the run 'run' has the job 17, which is PENDING" in capsys.readouterr().err

@@ -117,7 +117,9 @@ def test_tiles_name_the_best_run_and_sum_what_is_known(folders: list[RunFolder],
     page = Tables(text)
     assert page.column(0, "Held-out loss")[1:] == ["5.25", "0.5"]
     peaks = [max(json.loads(row)["peak_rss_bytes"] for row in f.metrics.read_text().splitlines()) for f in folders]
-    assert page.column(0, "Peak memory") == [f"{peak / 2**20:.1f} MiB" for peak in peaks]
+    cells = [cell.split() for cell in page.column(0, "Peak memory")]
+    bytes_shown = [float(number) * {"MiB": 2**20, "GiB": 2**30}[unit] for number, unit in cells]
+    assert bytes_shown == pytest.approx(peaks, rel=0.005)
     assert "Sampled reward" not in page.tables[0][0]  # no run has one
 
 
@@ -243,3 +245,18 @@ def test_report_of_several_names_writes_one_page_over_its_own_and_over_nothing_e
     assert main(["report", "--run", "a", "--out", "x.html"]) == 2
     assert main(["report"]) == 2
     assert "no run is named" in capsys.readouterr().err
+
+
+def test_a_list_of_runs_may_be_longer_than_a_name_can_be(
+    folders: list[RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    names = [f"trial-{n:03}-of-a-sweep-with-a-long-name" for n in range(9)]
+    for name in names:
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+        (tmp_path / "outputs" / name / "config.resolved.yaml").write_text("seed: 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert len(words := ",".join(names)) > 255
+    assert main(["report", "--run", words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["runs"] == [f"outputs/{name}" for name in names]
+    assert Path(answer["report"]).is_file()

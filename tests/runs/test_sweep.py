@@ -155,6 +155,17 @@ def test_the_values_of_a_grid_are_those_that_overrides_would_set(home):
     assert configs[0].origins["train.learning_rate"] == "GRID"
 
 
+def test_an_apostrophe_or_a_bracket_within_a_word_swallows_no_comma_behind_it(home):
+    read = {
+        "data.system=it's,x seed=1,2": [("it's", "x"), (1, 2)],
+        "data.system=a],b seed=1,2": [("a]", "b"), (1, 2)],
+        "data.system='it''s, so',null": [("it's, so", None)],
+    }
+    for grid, values in read.items():
+        space = read_space(home.arguments(grid=grid), load_config(home.config))
+        assert [axis.choices for axis in space.axes] == values
+
+
 def test_a_misspelt_key_or_a_wrong_value_is_refused_with_the_nearest_name_and_its_line(home):
     assert read_refusals(home, grid="train.learning_rat=1 tuning.lora.r=8,x") == [
         "GRID train.learning_rat: no key called 'learning_rat' in train | did you mean 'learning_rate'?",
@@ -310,6 +321,70 @@ def test_a_figure_that_is_not_finite_is_no_result(home):
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.early_stopping=9"], 3.0),  # it keeps the weights with the lowest loss, whatever trials compare by
+        (["train.best_metric=loss"], 3.0),
+        ([], 5.0),
+    ],
+)
+def test_the_figure_is_that_of_the_weights_that_the_run_has_kept(home, words, expected):
+    text = "metric: reward\nsampler: grid\nvalues: {train.learning_rate: [0.1]}"
+    work = home.open(space=home.space(text), overrides=words)
+    trial = sweep.ActiveTrial(0, load_config(home.config, words), work.run_folder(0), sweep.ExitStack())
+    trial.folder.eval.mkdir(parents=True)
+    for step, (loss, reward) in enumerate([(2.0, 9.0), (1.0, 3.0), (1.5, 4.0), (float("nan"), 5.0)], start=1):
+        (trial.folder.eval / f"step-{step}.json").write_text(json.dumps({"loss": loss, "reward": reward}))
+    assert work._final_figure(trial) == expected
+
+
+def test_weights_that_were_never_measured_on_the_way_have_the_first_of_the_figures_after(home):
+    work = home.open()
+    object.__setattr__(work.space, "metrics", ("pass", "reward"))
+    trial = sweep.ActiveTrial(0, work.base, work.run_folder(0), sweep.ExitStack())
+    trial.folder.eval.mkdir(parents=True)
+    (trial.folder.eval / "after.json").write_text('{"pass": 0.25, "reward": 2.0}')
+    assert work._final_figure(trial) == 0.25
+
+
+def test_a_loss_that_is_never_a_number_fails_with_early_stopping_too(home):
+    home.plan(t000={"loss": float("nan")})
+    work = home.open(grid="train.learning_rate=0.001", overrides=["train.early_stopping=3"])
+    assert work.run() == 0
+    assert [(row["state"], row["cause"]) for row in work.rows()] == [("failed", "held-out loss not finite")]
+
+
+def test_evaluations_that_were_seen_are_not_read_again(home):
+    folder = home.open().run_folder(0)
+    folder.eval.mkdir(parents=True)
+    for step in (0, 2, 10):
+        (folder.eval / f"step-{step}.json").write_text('{"loss": 1}')
+    (folder.eval / "step-2.jsonl").touch()
+    assert sweep.read_evaluations(folder, ("loss",)) == [(2, 1.0), (10, 1.0)]
+    assert sweep.read_evaluations(folder, ("loss",), after=2) == [(10, 1.0)]
+
+
+def test_a_run_that_another_start_holds_is_no_refused_trial(home, monkeypatch):
+    home.plan(t000={"code": 2, "error": "config", "what": "run is running"})
+    held, start = sweep.ExitStack(), sweep.TiedPopen
+
+    def hold_and_start(*args: Any, **options: Any) -> Any:
+        work.run_folder(0).create()
+        held.enter_context(sweep.locked(work.run_folder(0).path / ".lock"))
+        return start(*args, **options)
+
+    monkeypatch.setattr(sweep, "TiedPopen", hold_and_start)
+    work = home.open(grid="train.learning_rate=0.1")
+    with held, pytest.raises(RunError, match="still runs elsewhere"):
+        work.run()
+    assert work.rows()[0]["state"] == "stopped"
+    home.plan()
+    monkeypatch.setattr(sweep, "TiedPopen", start)
+    assert work.run() == 0
+    assert work.rows()[0]["state"] == "done"
+
+
 @pytest.mark.parametrize(("code", "kind"), [(4, DataError), (1, SftplayError), (5, RunError)])
 def test_bad_data_a_bug_and_a_full_disk_end_the_sweep_and_the_same_command_goes_on(home, code, kind):
     home.plan(t002={"code": code, "at": 2})
@@ -349,19 +424,26 @@ def test_a_sweep_whose_space_or_config_differs_is_refused_and_more_trials_are_no
         f"{folder} seed: was 7 and is 8 now",
     ]
     home.open(overrides=["logging.steps=5"])  # changes no figure
+    with pytest.raises(ConfigError, match="was null and is 5 now"):
+        home.open(overrides=["hrm.eval_limit=5"])
+    with pytest.raises(ConfigError, match="is 5 now"):
+        home.open(overrides=["eval.limit=5"])
     for trials in (2, 3):
         text = f"sampler: random\ntrials: {trials}\nvalues: {{seed: {{low: 1, high: 99}}}}"
         work = home.open(name="grows", space=home.space(text), overrides=["train.learning_rate=0.1"])
         assert work.run() == 0
         assert len(work.rows()) == trials
+    with pytest.raises(ConfigError, match="has 3 trials already, and 2 are asked for"):
+        home.open(name="grows", space=home.space(text.replace("3", "2")), overrides=["train.learning_rate=0.1"])
 
 
 def test_runs_of_somebody_else_by_the_same_name_are_left_alone(home):
     work = home.open()
     work.run_folder(0).create()
     (work.run_folder(0).path / "config.resolved.yaml").touch()
-    with pytest.raises(ConfigError, match="a run called 's-trial-000' exists"):
+    with pytest.raises(ConfigError, match="a run called 's-trial-000' exists") as found:
         work.run()
+    assert "NAME=" in found.value.fix
     assert home.starts() == []
 
 
@@ -372,6 +454,43 @@ def test_a_torn_line_at_the_end_of_the_journal_is_removed(home):
     work = home.open(grid="train.learning_rate=0.001,0.002")
     assert work.run() == 0
     assert [row["state"] for row in work.rows()] == ["done", "done"]
+
+
+def test_a_torn_line_is_removed_before_another_process_writes_the_next(home):
+    work = home.open(grid="train.learning_rate=0.001,0.002")
+    with (work.folder / "journal.log").open("a") as journal:
+        journal.write('{"op_code":4,"work')
+    assert work.run() == 0
+    rows = home.open(grid="train.learning_rate=0.001,0.002").rows()
+    assert [row["state"] for row in rows] == ["done", "done"]
+
+
+def test_a_folder_that_cannot_be_made_and_a_journal_that_cannot_be_read_are_no_tracebacks(home):
+    (home.root / "file").touch()
+    with pytest.raises(MachineError, match="cannot be made"):
+        home.open(overrides=[f"output_dir={home.root / 'file'}"])
+    journal = home.open().folder / "journal.log"
+    journal.write_bytes(b"odd\n" + journal.read_bytes())
+    with pytest.raises(RunError, match="has a line that cannot be read"):
+        home.open()
+
+
+def test_a_line_that_another_process_is_writing_is_left_to_it(home):
+    journal = home.open().folder / "journal.log"
+    *_, line = journal.read_bytes().splitlines(keepends=True)
+    second = threading.Thread(target=home.open)
+    with sweep.locked(journal.with_name(".journal.lock")):
+        with journal.open("ab") as file:
+            file.write(line[:9])
+        second.start()
+        second.join(0.5)
+        assert journal.read_bytes().endswith(line + line[:9])
+        with journal.open("ab") as file:
+            file.write(line[9:])
+    second.join(HANG_S)
+    assert not second.is_alive()
+    for content in journal.read_text().splitlines():
+        json.loads(content)
 
 
 def test_ctrl_c_stops_the_runs_with_a_checkpoint_and_the_sweep_goes_on_later(home):
@@ -421,6 +540,16 @@ def test_halving_by_three_compares_at_a_ninth_and_a_third(home):
     assert read_space(home.arguments(grid=GRID, halving=4), load_config(args.config)).rungs == [1 / 4]
 
 
+def test_evaluations_that_come_too_late_for_the_first_comparison_are_refused(home):
+    late = ["train.max_steps=100", "train.eval_steps=14"]
+    said = "is 14, and halving compares trials first at step 13 of 100 | set it to 13 or less"
+    refusals = read_refusals(home, grid="seed=1,2", halving=2, overrides=late)
+    assert refusals == [f"command line train.eval_steps: {said}"]
+    for words in (["train.max_steps=100", "train.eval_steps=13"], ["train.max_steps=4", "train.eval_steps=1"]):
+        args = home.arguments(grid="seed=1,2", halving=2, overrides=words)
+        assert read_space(args, load_config(args.config, words)).halving == 2
+
+
 def test_trials_of_tpe_are_compared_in_cohorts_so_that_later_ones_learn(home):
     text = "sampler: tpe\ntrials: 12\nhalving: 2\nvalues: {train.learning_rate: {low: 0.001, high: 0.005}}"
     work = home.open(space=home.space(text), parallel=2)
@@ -429,6 +558,22 @@ def test_trials_of_tpe_are_compared_in_cohorts_so_that_later_ones_learn(home):
     rows = work.rows()
     assert [row["state"] for row in rows].count("done") == 2
     assert home.starts().index("010") > max(n for n, name in enumerate(home.starts()) if int(name) < 10)
+
+
+@pytest.mark.parametrize("halving", [None, 2])
+def test_tpe_goes_on_after_a_stop_as_it_would_have(home, halving):
+    text = "sampler: tpe\ntrials: 12\nvalues: {train.learning_rate: {low: 0.001, high: 0.005}}"
+    tables = []
+    for name, stops in (("whole", ()), ("stopped", ("t004", "t011"))):
+        for number in stops:
+            home.plan(**{number: {"code": 1}})
+            with pytest.raises(SftplayError):
+                home.open(name=name, space=home.space(text), halving=halving).run()
+        home.plan()
+        work = home.open(name=name, space=home.space(text), halving=halving)
+        assert work.run() == 0
+        tables.append(sweep_table(work))
+    assert tables[0] == tables[1]
 
 
 def test_a_figure_that_is_not_finite_is_pruned_and_leaves_no_json_that_others_cannot_read(home):
@@ -533,7 +678,11 @@ def test_a_sweep_without_any_figure_ends_with_5_and_one_without_optuna_with_3(ho
     home.plan(t000={"code": 2, "error": "config", "what": "no such thing"})
     words = ["sweep", "--config", str(home.config), "--grid", "train.learning_rate=0.1"]
     assert main([*words, "--name", "none"]) == 5
-    assert "none of 1 trials has a figure; the first: somewhere: no such thing" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "none of 1 trials has a figure; the first: somewhere: no such thing" in shown.err
+    assert "refused" in shown.out
+    assert main([*words, "--name", "none", "--json"]) == 5
+    assert json.loads(capsys.readouterr().out)["error"]["what"].startswith("none of 1 trials has a figure")
     assert main([*words, "--name", "a/b"]) == 2
     assert main([*words, "train.resume=outputs/x/checkpoints/checkpoint-3"]) == 2
     assert main([*words, "data.split=0", "train.eval_steps=null"]) == 2
@@ -550,6 +699,53 @@ def test_a_sweep_without_any_figure_ends_with_5_and_one_without_optuna_with_3(ho
     monkeypatch.setattr("sftplay.commands.sweep.find_spec", lambda name: None)
     assert main(words) == 3
     assert "make install EXTRAS=sweep" in capsys.readouterr().err
+
+
+@pytest.mark.contract
+def test_a_stopped_sweep_names_the_best_of_what_has_finished(home, capsys, monkeypatch):
+    words = ["sweep", "--config", str(home.config), "--grid", "train.learning_rate=0.1", "--name", "end", "--json"]
+    assert main(words) == 0
+    finished = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self: 130)
+    assert main(words) == 130
+    assert json.loads(capsys.readouterr().out) == finished
+    assert finished["best"]["number"] == 0
+
+
+@pytest.mark.contract
+def test_a_process_that_finds_all_trials_taken_names_no_best_that_is_not_there(home, capsys):
+    words = ["sweep", "--config", str(home.config), "--grid", "train.learning_rate=0.1", "--name", "taken"]
+    other = home.open(name="taken", grid="train.learning_rate=0.1")
+    trial = other._claim()
+    assert trial
+    assert main([*words, "--json"]) == 0
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
+    assert (answer["best"], answer["best_config"], answer["trials"][0]["state"]) == (None, None, "running")
+    assert "best so far, other processes train on: none yet" in shown.err
+    trial.held.close()
+
+
+def test_the_best_config_says_by_how_many_processes_it_was_found(home):
+    work = home.open(grid="train.learning_rate=0.1")
+    assert work.run() == 0
+    text = (work.folder / "best.yaml").read_text()
+    assert f"make train CONFIG={work.folder / 'best.yaml'}\n" in text
+    work.args.nproc = 2
+    work.publish()
+    assert f"make train CONFIG={work.folder / 'best.yaml'} NPROC=2\n" in (work.folder / "best.yaml").read_text()
+
+
+@pytest.mark.contract
+def test_words_of_the_config_stand_in_the_page_as_text(home, capsys):
+    home.plan(t001={"code": 2, "error": "config", "what": "<i>so</i>"})
+    words = ["sweep", "--config", str(home.config), "--grid", "data.system='<b>&amp;',x"]
+    assert main([*words, "train.learning_rate=0.1", "--name", "page", "--json"]) == 0
+    page = Path(json.loads(capsys.readouterr().out)["report"]).read_text()
+    assert "&lt;b&gt;&amp;amp;" in page
+    assert "&lt;i&gt;so" in page
+    assert "<b>&" not in page
+    assert "<i>so" not in page
 
 
 def test_a_sweep_imports_neither_torch_nor_what_imports_it():
@@ -594,6 +790,12 @@ def test_pruned_trials_count_by_the_first_comparison_and_stand_below_the_finishe
     ((key, share, _),) = find_shares(rows)
     # First comparisons 5 | 4, 4.5: total 0.5, between 0.375, within 0.125 with one degree of freedom.
     assert (key, share) == ("a", pytest.approx((0.375 - 0.125) / 0.5))
+
+
+@pytest.mark.parametrize(("metric", "is_less_better"), [("loss_chats", True), ("perplexity", True), ("acc_t1", False)])
+def test_a_loss_of_a_part_is_best_where_it_is_lowest(home, metric, is_less_better):
+    path = home.space(f"sampler: random\ntrials: 1\nmetric: {metric}\nvalues: {{seed: [1]}}")
+    assert read_space(home.arguments(space=path), load_config(home.config)).is_less_better is is_less_better
 
 
 def test_the_task_says_by_which_figure_trials_compare(home):

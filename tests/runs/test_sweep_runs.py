@@ -13,11 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import documents
 import psutil
 import pytest
 from processes import HANG_S, wait_until
 from project import Project, open_project
 from small_run import Inputs
+
+from sftplay.cli import main
 
 pytest.importorskip("optuna", reason="needs the extra sweep")
 pytestmark = pytest.mark.slow
@@ -119,6 +122,19 @@ def test_a_sweep_that_is_killed_at_random_ends_with_the_same_table(project, halv
     assert process.wait(HANG_S) == 0, project.output("killed")
     assert project.output("killed").count("killed by SIGKILL") >= 1
     assert table(project.rows("killed")) == table(halved)
+
+
+@pytest.mark.contract
+def test_its_document_and_the_lines_of_its_table_are_as_the_schema_says(project, halved, capsys):
+    words = ["sweep", "--config", str(project.config), "--grid", GRID, "--name", "halved", "--halving", "2", "--json"]
+    assert main(words) == 0
+    answer = json.loads(capsys.readouterr().out)
+    documents.check(answer, "verbs/sweep")
+    assert answer["trials"] == halved
+    for row in halved:
+        documents.check(row, "files/trials.jsonl")
+    with pytest.raises(AssertionError, match=r"\$\.state"):
+        documents.check({**halved[0], "state": "lost"}, "files/trials.jsonl")
 
 
 @pytest.mark.contract

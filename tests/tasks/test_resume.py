@@ -206,10 +206,11 @@ def test_best_checkpoint_that_was_removed_while_the_run_trained_is_not_replaced_
     assert folder.result is None
 
 
-def test_best_metric_keeps_the_weights_of_the_lowest_held_out_loss(
-    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("save_steps", [1, 3])
+def test_best_metric_keeps_the_weights_of_the_lowest_held_out_loss_also_between_two_checkpoints(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int
 ):
-    options = {"tuning__mode": "qlora", "train__max_steps": 5, "train__eval_steps": 1, "train__save_steps": 1}
+    options = {"tuning__mode": "qlora", "train__max_steps": 5, "train__eval_steps": 1, "train__save_steps": save_steps}
     with held_out_losses([5.0, 4.0, 4.5, 4.6, 4.7], monkeypatch):
         run = train(tmp_path, inputs, train__best_metric="loss", train__save_total_limit=1, **options)
     kept = run.folder.checkpoints / "checkpoint-2"

@@ -71,6 +71,24 @@ def line_of(writer: MetricsWriter, state: Any, loss: float = 9.0) -> tuple[dict[
     return json.loads(writer.path.read_text().splitlines()[-1]), logs
 
 
+def test_the_live_line_shows_the_rate_that_its_step_has_used(
+    inputs: Inputs, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = built(tmp_path, inputs, data__split=None, train__lr_scheduler="linear", train__warmup_ratio=0).trainer
+    trainer.create_optimizer_and_scheduler(4)
+    state = TrainerState(global_step=0, max_steps=4, logging_steps=10)
+    writer, shown = writer_at(tmp_path / "metrics.jsonl", trainer, state), list[str]()
+    monkeypatch.setattr("sftplay.train.metrics.log.progress", lambda *_, text, **__: shown.append(text))
+    writer._shown_at, trainer.last_loss = -10.0, torch.tensor(1.0)
+    writer.on_step_begin(None, state, TrainerControl())
+    used = trainer.lr_scheduler.get_last_lr()[0]
+    trainer.optimizer.step()
+    trainer.lr_scheduler.step()
+    writer.on_step_end(None, state, TrainerControl())
+    assert f"rate {used:.2e}" in shown[0]
+    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0.75 * used)
+
+
 def test_counts_rates_and_loss_of_known_rows_by_hand(inputs: Inputs, tmp_path: Path, clock: Clock):
     trainer = built(tmp_path, inputs, tuning__mode="full", data__split=None).trainer
     trainer.model.double()
