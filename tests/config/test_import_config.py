@@ -658,7 +658,7 @@ def test_files_by_their_splits_are_read_and_gpus_that_share_rows_are_said(tmp_pa
     assert (ours["data"]["train_path"], fields["datasets.0.data_files.train"]["verdict"]) == ("a.jsonl", "translated")
     path = write(tmp_path, "axolotl-bare", micro_batch_size=2, context_parallel_size=4)
     assert (
-        "\n# - micro_batch_size: 2 - micro-batch 2 x accumulation 1 x GPUs 8, of which some"
+        "\n# - micro_batch_size: 2 - micro-batch 2 x accumulation 1 x GPUs 8; there some GPUs share a row"
         in import_config(path, nproc=8).text
     )
 

@@ -30,7 +30,7 @@ def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     how = f"a step of {total}" if total else f"micro-batch {rows} x accumulation {accum}"
     how = f"{how} x GPUs {foreign.nproc}"
     if shared and leaf.key == names["rows"]:
-        return write("train.effective_batch_size", size, f"{how}, of which some share a row there", differs=True)
+        return write("train.effective_batch_size", size, f"{how}; there some GPUs share a row", differs=True)
     return write("train.effective_batch_size", size, how)
 
 
