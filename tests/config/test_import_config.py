@@ -652,12 +652,15 @@ def test_a_name_too_long_for_a_file_is_no_traceback(tmp_path):
     assert fields["dataset_dir"]["verdict"] == "no_effect"
 
 
-def test_files_by_their_splits_are_read_and_gpus_that_share_rows_count_once(tmp_path):
+def test_files_by_their_splits_are_read_and_gpus_that_share_rows_are_said(tmp_path):
     sets = [{"path": "json", "data_files": {"train": "a.jsonl"}, "type": "alpaca"}]
     ours, fields, _ = imported(tmp_path, "axolotl-bare", datasets=sets)
     assert (ours["data"]["train_path"], fields["datasets.0.data_files.train"]["verdict"]) == ("a.jsonl", "translated")
     path = write(tmp_path, "axolotl-bare", micro_batch_size=2, context_parallel_size=4)
-    assert yaml.safe_load(import_config(path, nproc=8).text)["train"]["effective_batch_size"] == 4
+    assert (
+        "\n# - micro_batch_size: 2 - micro-batch 2 x accumulation 1 x GPUs 8; there some GPUs share a row"
+        in import_config(path, nproc=8).text
+    )
 
 
 def test_a_switch_that_is_a_text_is_the_switch(tmp_path):

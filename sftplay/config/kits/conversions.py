@@ -18,19 +18,20 @@ from sftplay.config.resolved import flow
 
 def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Rows of a micro-batch times accumulation times GPUs. `with`: the keys `rows` and `accum`, perhaps
-    `total`, and `splits`, numbers of GPUs that have the same rows."""
+    `total`, and `splits`, keys of GPUs that share a row."""
     names = rule["with"]
     sizes = [foreign.number(names[name]) or None if name in names else None for name in ("rows", "accum", "total")]
     sizes = [int(size) if isinstance(size, float) and size.is_integer() else size for size in sizes]
     if any(isinstance(size, bool) or not isinstance(size, int | None) or (size or 1) < 1 for size in sizes):
         return Answer("not_offered", None, "no number of rows can be made of it")
     rows, accum, total = sizes[0] or 1, sizes[1] or 1, None if sizes[1] else sizes[2]
-    groups = foreign.nproc
-    for parts in map(foreign.number, names.get("splits", "").split()):  # GPUs that share a row
-        groups //= parts if isinstance(parts, int) and parts > 0 and groups % parts == 0 else 1
-    size = (total or rows * accum) * groups
+    shared = [parts for parts in map(foreign.number, names.get("splits", "").split()) if parts not in (None, False, 1)]
+    size = (total or rows * accum) * foreign.nproc
     how = f"a step of {total}" if total else f"micro-batch {rows} x accumulation {accum}"
-    return write("train.effective_batch_size", size, f"{how} x GPUs {groups}")
+    how = f"{how} x GPUs {foreign.nproc}"
+    if shared and leaf.key == names["rows"]:
+        return write("train.effective_batch_size", size, f"{how}; there some GPUs share a row", differs=True)
+    return write("train.effective_batch_size", size, how)
 
 
 def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
