@@ -228,7 +228,9 @@ def offline(tmp_path: Path, wheels: Path, tool: str) -> Clone:
 
 def freeze(clone: Clone) -> list[str]:
     asked = [".venv/bin/python", "-m", "pip", "--disable-pip-version-check", "freeze"]
-    done = subprocess.run(asked, cwd=clone.root, env=clone.env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        asked, cwd=clone.root, env={**clone.env, "PIP_USER": "0"}, capture_output=True, text=True, check=True
+    )
     return [line.partition(" ")[0] for line in done.stdout.splitlines()]
 
 
