@@ -440,7 +440,8 @@ def find_uv() -> str:
 def read_pip_settings() -> dict[str, str]:
     """What pip's files and variables say of `pip install`, by pip's own answer."""
     asked = [sys.executable, "-m", "pip", "config", "list", "--disable-pip-version-check"]
-    done = subprocess.run(asked, capture_output=True, text=True)
+    # `user = true` of an install would be taken for --user here: only the user's own file would be listed.
+    done = subprocess.run(asked, capture_output=True, text=True, env={**os.environ, "PIP_USER": "0"})
     settings: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     if done.returncode:  # a Python without pip
         for name, value in os.environ.items():

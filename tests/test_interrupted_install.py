@@ -221,14 +221,16 @@ TOOLS = ["pip", pytest.param("uv", marks=pytest.mark.skipif(not UV, reason="need
 def offline(tmp_path: Path, wheels: Path, tool: str) -> Clone:
     """A clone whose only places are those of pip's own file, for either tool."""
     settings = tmp_path / "pip.conf"
-    settings.write_text(f"[global]\nno-index = true\n[install]\nfind-links = {wheels}\n")
+    settings.write_text(f"[global]\nno-index = true\nuser = true\n[install]\nfind-links = {wheels}\n")
     path = f"{Path(UV).parent}:{os.environ['PATH']}" if UV else os.environ["PATH"]
     return Clone(tmp_path / "clone", INSTALLER=tool, PATH=path, PIP_CONFIG_FILE=str(settings))
 
 
 def freeze(clone: Clone) -> list[str]:
     asked = [".venv/bin/python", "-m", "pip", "--disable-pip-version-check", "freeze"]
-    done = subprocess.run(asked, cwd=clone.root, env=clone.env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        asked, cwd=clone.root, env={**clone.env, "PIP_USER": "0"}, capture_output=True, text=True, check=True
+    )
     return [line.partition(" ")[0] for line in done.stdout.splitlines()]
 
 
