@@ -49,7 +49,7 @@ def imported_by(place: Path, *words: str) -> dict[str, tuple[int, int, set[str]]
         (["gpu-info"], 12, 1_980),
         (["status"], 15, 2_140),
         (["validate", "--config", "configs/run_lora.yaml"], 43, 6_570),
-        (["plan", "--config", "configs/run_lora.yaml", "--gpus", "2xH200", "data.processed_dir=nothing"], 57, 9_550),
+        (["plan", "--config", "configs/run_lora.yaml", "--gpus", "2xH200", "data.processed_dir=nothing"], 57, 9_560),
     ],
     ids=["gpu-info", "status", "validate", "plan"],
 )
