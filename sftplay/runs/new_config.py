@@ -19,6 +19,7 @@ from typing import Any
 from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
+from sftplay.config.section import Section
 from sftplay.data.files import list_files, listed
 from sftplay.data.layouts import LayoutOptions, detect_layout, read_layout_options, to_record
 from sftplay.data.read import read_dialect, read_rows
@@ -131,13 +132,18 @@ class _Values:
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
-        self.given = {key for key, origin in cfg.origins.items() if origin == "command line"}
+        typed = {key for key, origin in cfg.origins.items() if origin == "command line"}
+        # A list or table that was typed is one value; of a section that was typed each key is one.
+        typed = {key for key in typed if not isinstance(cfg.get_value(key), Section)}
+        self.given = {key for key in typed if not any(key.startswith(f"{whole}.") for whole in typed)}
         self.lines: dict[str, tuple[Any, str]] = {}
 
     def set(self, key: str, value: Any, *, why: str) -> None:
         """Take a value for a key that the user did not give."""
         if key in self.given:
             value, why = self.cfg.get_value(key), "as asked"
+            if isinstance(value, list | tuple):
+                value = [v.model_dump(exclude_unset=True) if isinstance(v, Section) else v for v in value]
         else:
             self.cfg = self.cfg.with_values({key: value}, "init")
         self.lines[key] = (value, why)

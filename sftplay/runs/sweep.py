@@ -32,6 +32,7 @@ from sftplay.config.keys import OTHER_ROWS, differences, flatten, values_that_de
 from sftplay.config.resolved import dump_given, flow
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors, DataError, MachineError, RunError, SftplayError
+from sftplay.heartbeat import read_heartbeats
 from sftplay.launch.follow import find_echoes
 from sftplay.launch.processes import Death
 from sftplay.launch.run_folder import RunFolder, name_taken
@@ -458,7 +459,9 @@ class Sweep:
             folder = self.run_folder(trial.number)
             steps = as_number(read_object(folder.path / "manifest.json").get("steps"))
             if steps and not trial.state.is_finished():
-                step = as_number(folder.read_json("status.json").get("step")) or 0
+                step = as_number(folder.read_json("status.json").get("step")) or 0.0
+                if trial.number in running:  # status.json is written with checkpoints
+                    step = max([step, *(beat.step - 1 for beat in read_heartbeats(folder.path / "logs"))])
                 share += min(1.0, step / steps)
                 text += f", trial {trial.number} at step {step:.0f} of {steps:.0f}" if trial.number in running else ""
         log.progress(round(100 * share), 100 * self.space.n_trials, what="progress", text=text, tag="sweep")

@@ -168,6 +168,21 @@ def test_a_folder_of_one_file_a_side_is_not_trained_on_as_a_whole(tmp_path, tiny
 
 
 @pytest.mark.contract
+def test_lists_tables_and_sections_that_are_typed_stand_in_the_file(tmp_path, tiny_llama, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", [{"q": "a", "answer": "b"}] * 5)
+    typed = [
+        "rewards=[{name: right, use: math, weight: 0.5}]", "data.columns={question: q, answer: answer}",
+        "tuning.lora={r: 4, target_modules: [q_proj]}",
+    ]  # fmt: skip
+    assert main(["init", "rows.jsonl", "run.yaml", f"model.name={tiny_llama}", *typed]) == 0
+    written, asked = load_config("run.yaml"), load_config("run.yaml", typed)
+    assert written.model_dump() == asked.model_dump()
+    assert [reward.weight for reward in written.rewards] == [0.5]
+    assert (written.data.columns["question"], written.tuning.lora.r) == ("q", 4)
+
+
+@pytest.mark.contract
 @pytest.mark.parametrize("words", [["--data=rows=1.jsonl", "--out=run.yaml"], ["rows=1.jsonl"]])
 def test_a_key_without_a_dot_is_a_key_and_a_file_with_a_sign_is_a_file(
     words, tmp_path, tiny_llama, monkeypatch, capsys
