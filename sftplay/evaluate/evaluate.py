@@ -121,6 +121,10 @@ def evaluate(model: Any, examples: Examples | HeldOutChats, *, cfg: RunConfig, p
         prompts = [renderer.prompt_ids(chat.prompt, chat.tools) for chat in chats]
         answers = answer_all(generator, prompts, batch_size=cfg.eval.batch_size) if chats else []
     references = [read_reference(chat, renderer) for chat in chats]
+    most = cfg.eval.max_new_tokens
+    if too_long := sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) > most for text in references):
+        what = f"note: {too_long} of {len(chats)} references have more tokens than eval.max_new_tokens ({most})"
+        log.say(f"{what}: answers as long are cut, and what stands at their end is missed", "eval")
     means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
     rewards = dict[str, list[float | None]]()
     if chats and cfg.rewards:

@@ -216,6 +216,12 @@ def test_eval_gives_the_figures_that_the_run_measured(run: Finished, config: Pat
         after["perplexity"], rel=1e-5)}  # fmt: skip
     assert result["before"]["loss"] > result["after"]["loss"] + 0.05
     assert result["after"]["perplexity"] == pytest.approx(math.exp(result["after"]["loss"]))
+    rows = [json.loads(line) for line in (run.folder.eval / "after.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(run.folder.path / "adapter")
+    too_long = sum(len(tokenizer.encode(row["reference"], add_special_tokens=False)) > 6 for row in rows)
+    assert 0 < too_long < len(rows)
+    what = f"note: {too_long} of {len(rows)} references have more tokens than eval.max_new_tokens (6): answers as long"
+    assert done.stderr.count(what) == 2
 
 
 @pytest.mark.contract
