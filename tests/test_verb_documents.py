@@ -217,6 +217,12 @@ def test_help_names_every_target_with_the_verb_and_the_settings_behind_it():
     assert found["verbs"]["plan"]["needs_config"]
 
 
+def test_the_codes_of_errors_are_those_of_all_errors_of_the_kit():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "sftplay").rglob("*.py")]
+    codes = {code for text in sources for code in re.findall(r'^    code = "(\w+)"$', text, re.M)}
+    assert codes == set(SCHEMA["$defs"]["problem"]["properties"]["code"]["enum"])
+
+
 def test_help_has_the_exit_codes_of_interfaces():
     page = (ROOT / "docs" / "interfaces.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| ([\d, ]+) \|", page.partition("## Exit codes")[2].partition("\n## ")[0], re.M)
