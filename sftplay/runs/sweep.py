@@ -239,7 +239,7 @@ class Sweep:
                     if folder.resolved.exists():
                         taken = name_taken(folder.name, str(folder.path))
                         raise ConfigError(taken.what, where=taken.where, fix="choose another NAME=, or remove that run")
-                    held, params = self._hold(number), self.space.draw(number, trials, seed=self.base.seed)
+                    held, params = self._hold(number), self.space.sample(number, trials, seed=self.base.seed)
                     given = {axis.key: axis.distribution() for axis in self.space.axes}
                     new = create_trial(state=TrialState.RUNNING, params=params, distributions=given)
                     self.study.add_trial(new)

@@ -149,7 +149,7 @@ class Space:
         facts = {"sampler": self.sampler, "halving": self.halving, "metric": self.metrics[0]}
         return facts | {axis.key: axis.as_json() for axis in self.axes}
 
-    def draw(self, number: int, history: Sequence[FrozenTrial], *, seed: int) -> dict[str, Any]:
+    def sample(self, number: int, history: Sequence[FrozenTrial], *, seed: int) -> dict[str, Any]:
         """Return the point of trial `number` by key, as `distribution` takes it; the same for the same history.
 
         Each trial has a sampler with a seed of its own, so that a sweep that was killed goes on as it would have. A

@@ -147,7 +147,9 @@ def test_the_values_of_a_grid_are_those_that_overrides_would_set(home):
     args = home.arguments(grid=grid)
     space = read_space(args, load_config(args.config))
     assert space.n_trials == 4
-    configs = [space.configure(load_config(args.config), space.draw(n, [], seed=1), run_name=f"r{n}") for n in range(4)]
+    configs = [
+        space.configure(load_config(args.config), space.sample(n, [], seed=1), run_name=f"r{n}") for n in range(4)
+    ]
     assert [(cfg.train.learning_rate, cfg.tuning.lora.target_modules) for cfg in configs] == [
         ("auto", "auto"), ("auto", ["q_proj", "v_proj"]), (1e-5, "auto"), (1e-5, ["q_proj", "v_proj"]),
     ]  # fmt: skip
@@ -245,14 +247,14 @@ def test_a_sampled_point_depends_on_seed_number_and_history_alone_and_is_typed_b
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(24):
-            params = space.draw(number, history, seed=3)
-            assert params == space.draw(number, history, seed=3)
+            params = space.sample(number, history, seed=3)
+            assert params == space.sample(number, history, seed=3)
             distributions = {axis.key: axis.distribution() for axis in space.axes}
             value = abs(params["train.learning_rate"] - 3e-4)
             history.append(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
     points = [trial.params for trial in history]
     assert len({json.dumps(point) for point in points}) == 24
-    assert space.draw(0, [], seed=4) != points[0]
+    assert space.sample(0, [], seed=4) != points[0]
     for point in points:
         cfg = space.configure(base, point, run_name="x")
         assert 1e-5 <= cfg.train.learning_rate <= 1e-3
@@ -262,7 +264,7 @@ def test_a_sampled_point_depends_on_seed_number_and_history_alone_and_is_typed_b
         assert cfg.train.weight_decay in (0, 0.1, 0.2, 0.3)
     assert {cfg["tuning.mode"] for cfg in points} == {"lora", "full"}
     other = [optuna.trial.create_trial(params=t.params, distributions=distributions, value=-t.value) for t in history]
-    assert (space.draw(20, other[:20], seed=3) == points[20]) == (sampler == "random")  # tpe learns
+    assert (space.sample(20, other[:20], seed=3) == points[20]) == (sampler == "random")  # tpe learns
 
 
 # Trials
