@@ -24,6 +24,12 @@ def cache_root() -> Path:
     return Path(home) / ".cache" / "sftplay" if os.access(home, os.W_OK) else Path(".cache")
 
 
+def find_vllm_python() -> Path | None:
+    """The Python of the environment that has vLLM, None where it was not built (`make install-vllm` builds it)."""
+    python = ROOT / ".venv-vllm/bin/python"
+    return python if python.exists() else None
+
+
 def shipped(path: str) -> Path:
     """A file or folder of the repository that the kit reads: next to the package, or where pip has put it."""
     in_checkout = ROOT / path
