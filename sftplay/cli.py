@@ -13,296 +13,14 @@ import pathlib
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, machine_refusal, nearest_names
 from sftplay.log import RED, drop, is_unwritable, open_closed, painted
-from sftplay.units import parse_bytes, parse_seconds
-
-T = TypeVar("T")
-
-Flags = dict[str, dict[str, Any]]  # flag -> keywords of argparse's add_argument
-PATH = os.path.expanduser  # the type of a path: a shell leaves the `~` of `--out=~/x`, and make that of OUT=~/x
-
-
-def _number(
-    what: str, kind: Callable[[str], T], *, holds: Callable[[Any], bool] = lambda _: True
-) -> Callable[[str], T]:
-    def parse_number(text: str) -> T:
-        with suppress(ValueError):
-            if (kind is float or text.isdecimal()) and holds(value := kind(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
-
-    return parse_number
-
-
-_count = _number("a number of rows", int)
-_processes = _number("a number of processes", int, holds=lambda value: value >= 1)
-_positive = _number("a number, 1 or more", int, holds=lambda value: value >= 1)
-_temperature = _number("a temperature, 0 or more", float, holds=lambda value: 0 <= value < float("inf"))
-_share = _number("a share above 0 and up to 1", float, holds=lambda value: 0 < value <= 1)
-
-
-def _with_unit(parse: Callable[[str], T]) -> Callable[[str], T]:
-    def parse_with_unit(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_with_unit
-
-
-_seconds, _size = _with_unit(parse_seconds), _with_unit(parse_bytes)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part.strip()) for part in text.split(","))
-
-
-def _flag(help: str | None = None, kind: Callable[[str], Any] | None = None, **more: Any) -> dict[str, Any]:
-    return {"type": kind, "default": None, "help": help, **more}
-
-
-def _switch(help: str) -> dict[str, Any]:
-    return {"action": "store_true", "help": help}
-
-
-_RUN: Flags = {"--run": _flag("name or folder of the run", PATH)}
-_N_ROWS: Flags = {"--n": _flag("how many rows", _count, default=3)}
-_SCALE: Flags = {
-    "--dry-run": _switch("print the command, start nothing"),
-    "--nproc": _flag("processes on this node; `gpu` means one per GPU"),
-    "--nnodes": _flag(kind=int, default=1),
-    "--node-rank": _flag(kind=int, default=0),
-    "--master-addr": _flag(default="127.0.0.1"),
-    "--master-port": _flag(kind=int),
-}
-_EXTRAS: Flags = {
-    "--tb": _switch("start TensorBoard too"),
-    "--deepspeed": _switch("share the work by DeepSpeed"),
-}
-_LAUNCH: Flags = {**_SCALE, **_EXTRAS}
-_SAMPLING: Flags = {
-    "--temperature": _flag("0 takes the likeliest token each time", _temperature, default=0.0),
-    "--top-p": _flag("sample from the likeliest tokens that sum up to it", _share),
-    "--max-new-tokens": _flag(
-        "longest answer; else eval.max_new_tokens", _number("a number of tokens", int, holds=lambda value: value >= 1)
-    ),
-    "--seed": _flag("of what is sampled; else the config's", int),
-}
-_WHOLE_MODEL: Flags = {
-    "--out": _flag("a new folder for the model", PATH),
-    "--dtype": _flag("its number format; else the base's", choices=["fp32", "bf16", "fp16"]),
-}
-_JOB: Flags = {
-    "--nodes": _flag("nodes of the job", _processes, default=1),
-    "--gpus-per-node": _flag("GPUs of each node, of any kind", _processes),
-    "--gres": _flag("GPUs of each node as the cluster names them, such as gpu:volta:2", default=""),
-    "--time": _flag("limit of the job: 12:00:00, 1-12:00:00, or minutes", default=""),
-    "--partition": _flag("the partition of the cluster", default=""),
-    "--nproc": _flag("processes on each node; else one for each GPU", _processes),
-    "--sbatch": _flag('more options of sbatch, such as "--account=lab --mem=64G"', default=""),
-    "--server-sbatch": _flag("options of sbatch for the generation server's node", default=""),
-    "--setup": _flag("a file for the job's shell to read first", PATH, default=""),
-}
-
-FLAGS: dict[str, Flags] = {
-    "train": {"--documents": _switch("refuse a config of task sft"), **_LAUNCH},
-    "resume": {**_LAUNCH, **_RUN},
-    "sweep": {
-        "--grid": _flag("keys and their values: a.b=1,2 c.d=x,y", default=""),
-        "--space": _flag("a YAML file with ranges, sampler and number of trials", PATH, default=""),
-        "--name": _flag("of the sweep; else the config's. The same command goes on with it", default=""),
-        "--parallel": _flag("trials at a time", _processes, default=1),
-        "--submit": _switch("each trial is a job of SLURM, as `submit` queues it; the flags below are the job's"),
-        **_JOB,
-        "--nproc": _flag("processes of each trial; else one, of a job one for each GPU", _processes),
-        "--halving": _flag(
-            "keep one trial in so many at 1/8, 1/4 and 1/2 of the run",
-            _number("a number from 2 to 9", int, holds=lambda value: 2 <= value <= 9),
-        ),
-    },
-    "train-ray": {
-        "--workers": _flag("processes on all machines together", _processes, default=2),
-        "--dry-run": _SCALE["--dry-run"],
-        **_EXTRAS,
-    },
-    "comm-check": _SCALE,
-    "demo": {"--control": _switch("train on shuffled answers instead"), **_LAUNCH},
-    "init": {
-        "--data": _flag("a file or folder with rows", default=""),
-        "--out": _flag("the config to write", PATH, default="run.yaml"),
-    },
-    "import-config": {
-        "--in": _flag("the config of another kit, YAML or JSON", PATH, dest="input", required=True),
-        "--kind": _flag(
-            "the kit; else its keys tell", choices=["axolotl", "llamafactory", "swift", "trl", "verl"], default=""
-        ),
-        "--out": _flag("the config to write", PATH, required=True),
-        "--nproc": _flag("GPUs that the config was meant for: other kits multiply by them", _processes, default=1),
-    },
-    "ingest": {
-        "--in": _flag("a folder of documents, or one file", PATH, dest="input", required=True),
-        "--out": _flag("the jsonl file to write; the report lies next to it", PATH, required=True),
-        "--by": _flag("what becomes a row", choices=["document", "section"], default="document"),
-        "--without": _flag("steps to leave out, with commas; docs/ingest.md has them", _names, default=()),
-        "--near": _flag("least similarity of near-duplicates", _share, default=0.8),
-        "--min-chars": _flag("shorter texts are dropped", int, default=50),
-        "--max-chars": _flag("longer texts are dropped", int),
-        "--language": _flag("languages to keep, such as en,de; else all", _names, default=()),
-        "--encoding": _flag("of text files without a byte order mark; else UTF-8 or UTF-16", default="auto"),
-        "--timeout": _flag("seconds for one file", _seconds, default=30.0),
-        "--memory": _flag("for one file's reader, such as 2GB", _size, default=10**9),
-        "--workers": _flag("files read side by side; else one for each core", _processes),
-        "--on-bad-file": _flag("error: end with 4 after all others", choices=["report", "error"], default="report"),
-        "--tokenizer": _flag("a model's name, to count tokens", default=""),
-        "--replace": _switch("write over a file that is there"),
-    },
-    "puzzle-data": {
-        "--kind": _flag("sudoku4 needs no file", choices=["sudoku", "maze", "arc", "sudoku4"], required=True),
-        "--in": _flag(
-            "a file, which is split; a folder with train.* and test.*; for arc one with training, evaluation",
-            PATH,
-            dest="input",
-            default="",
-        ),
-        "--out": _flag("a new folder for both splits", PATH, required=True),
-        "--aug": _flag("copies of each training puzzle; else 1000, of a maze 0", _count),
-        "--seed": _flag("of all random choices", _number("a seed, 0 or more", int), default=0),
-        "--subsample": _flag("training puzzles that are chosen at random; else all", _count),
-        "--held-out": _flag("share of the solutions of one file that go to the test", _share, default=0.1),
-        "--workers": _flag("processes; else one for each core", _processes),
-    },
-    "reward-check": {
-        **_RUN,
-        "--n": _flag("how many rows (32); of a run, how many steps (all)", _count),
-        "--in": _flag("rows with `completion`: the rewards of each", PATH, dest="input", default=""),
-    },
-    "completion": {"--shell": _flag("bash, zsh or fish", default="")},
-    "schema": {"--verbs": _switch("the schema of the verbs' JSON and of a run's files instead")},
-    "inspect": _N_ROWS,
-    "render": {**_N_ROWS, "--out": _flag("a new jsonl file for all rows", PATH)},
-    "style": {"--style": _flag("the system prompt; without it the present one is printed")},
-    "eval": {**_RUN, "--split": _flag(choices=["val", "test"], default="val")},
-    "download-model": {
-        "--model": _flag("its hub name, org/model", required=True),
-        "--revision": _flag("branch, tag or commit"),
-    },
-    "merge": {**_RUN, **_WHOLE_MODEL},
-    "merge-test": {**_RUN, "--merged": _flag("the merged model's folder", PATH)},
-    "export": {**_RUN, **_WHOLE_MODEL},
-    "serve": {
-        **_RUN,
-        "--port": _flag(
-            "where to listen; 0 takes any free port",
-            _number("a port", int, holds=lambda value: value <= 65535),
-            default=8000,
-        ),
-        "--server": _flag(choices=["auto", "transformers", "vllm"], default="auto"),
-    },
-    "compare": {
-        "--a": _flag("name or folder of a run", PATH, required=True),
-        "--b": _flag("name or folder of the other", PATH, required=True),
-    },
-    **dict.fromkeys(("eval-test", "eval-quick", "eval-full"), _RUN),
-    "report": {
-        "--run": _flag("name or folder of the run; several with commas", PATH),
-        "--out": _flag("of several runs: the page to write", PATH, default=""),
-    },
-    "status": {**_RUN, "--watch": _switch("again every two seconds, until Ctrl-C")},
-    "eval-code": {
-        **_RUN,
-        "--base": _switch("what the run started from"),
-        "--data": _flag(
-            "a file of MBPP or HumanEval; or mbpp, mbpp-sanitized, humaneval: in data/, else from the hub",
-            default="mbpp",
-        ),
-        "--split": _flag(choices=["test", "validation", "train", "prompt", "all"], default="test"),
-        "--n": _flag("answers to each problem", _positive, default=1),
-        "--k": _flag("answers that a figure allows, with commas; else 1, and 10 if n is as many", _counts, default=()),
-        "--limit": _flag("only so many problems, chosen by the seed", _positive),
-        "--executor": _flag("as for the verb sandbox; else sandbox.executor of the config"),
-        **_SAMPLING,
-        **_SCALE,
-    },
-    "lm-eval": {
-        **_RUN,
-        "--tasks": _flag("names of the harness's tasks or groups, with commas", _names, default=()),
-        "--include-path": _flag("a folder of task files of your own", PATH, default=""),
-        "--limit": _flag("only so many rows of each task, the first ones", _positive),
-        "--num-fewshot": _flag("examples before each question; else the task's own number", _count),
-        "--no-template": _switch("ask with plain documents, not by the run's chat template"),
-        "--engine": _flag("what answers", choices=["transformers", "vllm"], default="transformers"),
-    },
-    "infer": {
-        **_RUN,
-        "--base": _switch("the untuned model"),
-        "--in": _flag("of a run on puzzles: a file with one grid", PATH, dest="input", default=""),
-        **_SAMPLING,
-    },
-    "infer-batch": {
-        **_RUN,
-        "--in": _flag(kind=PATH, dest="input", required=True),
-        "--out": _flag(kind=PATH, required=True),
-        **_SAMPLING,
-    },
-    "tensorboard": {**_RUN, "--port": _flag(kind=int, default=6006)},
-    "plan": {
-        "--gpus": _flag("GPUs to plan for instead of these, such as 2xH200"),
-        "--vram": _flag("one GPU of so much memory, such as 24GiB"),
-        "--nproc": _flag("processes; else one per GPU", _processes),
-        "--compare": _switch("all modes and strategies side by side"),
-    },
-    "gpu-info": {"--torch": _switch("ask torch too, which takes seconds")},
-    "memory-check": {"--watch": _switch("again every two seconds, until Ctrl-C")},
-    "setup-accelerate": {
-        "--out": _flag("the file to write", PATH, default="accelerate_configs/this_machine.yaml"),
-        "--interactive": _switch("let accelerate ask its own questions"),
-    },
-    "gpu-check": {
-        "--fast": _switch("leave out the measurements of memory and speed"),
-        "--out": _flag("the folder for gpu-check.json and gpu-check.md", PATH, default="outputs"),
-        "--only": _flag("only checks whose name contains one of these words, with commas", default=""),
-    },
-    "sandbox": {
-        "--executor": _flag("auto takes the best one that holds here; none isolates nothing", default="auto"),
-        "--timeout": _flag("seconds for a program with all its tests", _seconds, default=5.0),
-        "--workers": _flag("boxes at the same time; else one per core", _processes),
-        "--packages": _flag("what programs may import besides Python's own: numpy,sympy", default=""),
-        "--fresh": _switch("a new box for each program, instead of a fork in one that waits"),
-        "--in": _flag("a jsonl file of jobs; else standard input", PATH, dest="input", default=""),
-        "--out": _flag("the file for verdicts; else standard output", PATH),
-        "--self-test": _switch("let every attack of the suite loose in every kind of box here"),
-    },
-    "submit": {
-        "--dry-run": _switch("print the job file, queue nothing"),
-        **_JOB,
-        "--here": _switch("train in the job that this is called in"),
-    },
-    "logs": {
-        **_RUN,
-        "--n": _flag("how many lines of each file", _count, default=50),
-        "--watch": _switch("show new lines until Ctrl-C"),
-    },
-    "cancel": {
-        **_RUN,
-        "--wait": _flag("seconds for the checkpoint", _seconds, default=300.0),
-        "--fast": _switch("do not wait for a checkpoint"),
-    },
-    "doctor": {"--fast": _switch("ask neither torch nor the network")},
-}
-"""Verb -> its flags besides --config and --json."""
 
 VERBS = {
     "train": ("train.train", "train the run of a config"),
@@ -360,6 +78,31 @@ VERBS = {
     "help": ("help.show_help", "print the verbs; with --json all targets, settings, flags and exit codes"),
 }
 """verb -> module of `sftplay.commands` and function, help. A function takes the arguments and returns an exit code."""
+
+LOOKS: dict[str, dict[str, dict[str, Any]]] = {
+    "gpu-info": {"--torch": {"action": "store_true", "help": "ask torch too, which takes seconds"}},
+    "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
+    "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
+}
+LOOKS["status"] = {
+    "--run": {"type": os.path.expanduser, "help": "name or folder of the run"},
+    **LOOKS["memory-check"],
+}
+"""Flags of verbs that import next to nothing."""
+
+GROUPS = {
+    "training": ("train", "resume", "sweep", "train-ray", "comm-check", "demo", "submit", "logs", "cancel"),
+    "data": (
+        "init", "import-config", "ingest", "puzzle-data", "reward-check", "completion", "schema", "inspect", "render",
+        "style",
+    ),
+    "use": (
+        "eval", "eval-test", "eval-quick", "eval-full", "eval-code", "lm-eval", "infer", "infer-batch",
+        "download-model", "merge", "merge-test", "export", "serve", "report", "compare", "tensorboard", "sandbox",
+    ),
+    "machine": ("plan", "setup-accelerate", "gpu-check"),
+}  # fmt: skip
+"""Module of `sftplay.flags` -> the verbs whose flags stand there."""
 
 WITHOUT_CONFIG = (
     "demo", "init", "import-config", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual",
@@ -488,12 +231,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (_, text) in VERBS.items():
         added = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if name != verb:
+            continue
         launcher = " [-- arguments of its launcher]" if _launches(name) else ""
         added.usage = f"sftplay {name} [flags] [a.b=c ...]{launcher}"
         added.epilog = "a.b=c sets a config value and goes before the file's"
-        added.add_argument("--config", type=PATH, default="", help="the run's YAML")
+        added.add_argument("--config", type=os.path.expanduser, default="", help="the run's YAML")
         added.add_argument("--json", action="store_true", help="one JSON document on standard output")
-        for flag, options in FLAGS.get(name, {}).items():
+        for flag, options in find_flags(name).items():
             added.add_argument(flag, **options)
     args, rest = parser.parse_known_args(words)
     known = list_flags(args.verb)
@@ -549,7 +294,14 @@ class _Parser(argparse.ArgumentParser):
 
 def list_flags(verb: str) -> list[str]:
     """The names of all flags that a verb takes."""
-    return ["--config", *([] if verb in WITHOUT_JSON else ["--json"]), *FLAGS.get(verb, {})]
+    return ["--config", *([] if verb in WITHOUT_JSON else ["--json"]), *find_flags(verb)]
+
+
+def find_flags(verb: str) -> dict[str, dict[str, Any]]:
+    """Return flag -> keywords of argparse's `add_argument`, besides --config and --json."""
+    group = next((name for name, verbs in GROUPS.items() if verb in verbs), None)
+    flags: dict[str, dict[str, Any]] = import_module(f"sftplay.flags.{group}").FLAGS[verb] if group else {}
+    return flags or LOOKS.get(verb, {})
 
 
 def _launches(verb: str) -> bool:

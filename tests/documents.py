@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import sys
@@ -69,7 +68,7 @@ class _Tee:
 @wraps(MAIN)
 def _checked_main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if "--json" not in cli.split(words)[0] or cli.import_module is not importlib.import_module:  # a test's own verb
+    if "--json" not in cli.split(words)[0]:
         return MAIN(argv)
     stream = sys.stdout
     tee = sys.stdout = _Tee(stream)  # type: ignore[assignment]

@@ -11,12 +11,11 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from processes import HANG_S
 
-from sftplay import cli, errors, log
+from sftplay import errors, log
 from sftplay.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,7 +180,7 @@ def test_each_kind_of_error_has_the_exit_code_of_interfaces(kind, code, monkeypa
     def fail(args):
         raise kind("it broke", where="here", fix="mend it", nearest=["near"])
 
-    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(train=fail))
+    monkeypatch.setattr("sftplay.commands.train.train", fail)
     assert main(["train", "--config", "x", "--json"]) == code
     captured = capsys.readouterr()
     name = kind.__name__.removesuffix("Error").lower()
@@ -191,7 +190,7 @@ def test_each_kind_of_error_has_the_exit_code_of_interfaces(kind, code, monkeypa
 
 
 def test_a_bug_ends_with_1_and_its_traceback(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(train=lambda args: 1 / 0))
+    monkeypatch.setattr("sftplay.commands.train.train", lambda args: 1 / 0)
     assert main(["train", "--config", "x", "--json"]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)["error"]["code"] == "bug"
@@ -203,21 +202,22 @@ def test_under_json_standard_output_holds_the_document_and_nothing_else(monkeypa
     def verb(args):
         log.say("a line")
         log.show("a table")
-        print(json.dumps({"n": 1}))
+        print(document)
         return 0
 
-    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(train=verb))
+    document = json.dumps({"argv": [], "env": {}, "files": {}})
+    monkeypatch.setattr("sftplay.commands.train.train", verb)
     assert main(["train", "--config", "x", "--json"]) == 0
-    assert capsys.readouterr() == ('{"n": 1}\n', "[train] a line\na table\n")
+    assert capsys.readouterr() == (f"{document}\n", "[train] a line\na table\n")
     assert main(["train", "--config", "x"]) == 0
-    assert capsys.readouterr() == ('[train] a line\na table\n{"n": 1}\n', "")
+    assert capsys.readouterr() == (f"[train] a line\na table\n{document}\n", "")
 
 
 def test_an_interrupted_verb_ends_with_130(monkeypatch):
     def interrupt(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(train=interrupt))
+    monkeypatch.setattr("sftplay.commands.train.train", interrupt)
     assert main(["train", "--config", "x"]) == 130
 
 

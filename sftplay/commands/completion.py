@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from sftplay.cli import FLAGS, VERBS, list_flags
+from sftplay.cli import VERBS, find_flags, list_flags
 from sftplay.config.keys import all_keys, list_keys
 from sftplay.errors import ConfigError
 
@@ -110,7 +110,7 @@ def fish_text() -> str:
     for verb, (_, text) in VERBS.items():
         lines.append(f"complete -c sftplay -n __fish_use_subcommand -a {verb} -d {_quoted(text)}")
         for flag in list_flags(verb):
-            about = _quoted(FLAGS.get(verb, {}).get(flag, {}).get("help") or "")
+            about = _quoted(find_flags(verb).get(flag, {}).get("help") or "")
             takes_path = " -r -F" if flag in PATHS else ""
             seen = f"'__fish_seen_subcommand_from {verb}'"
             lines.append(f"complete -c sftplay -n {seen} -l {flag.removeprefix('--')} -d {about}{takes_path}")

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from sftplay.cli import FLAGS, VERBS, WITHOUT_CONFIG, WITHOUT_JSON, parse
+from sftplay.cli import VERBS, WITHOUT_CONFIG, WITHOUT_JSON, find_flags, parse
 from sftplay.errors import ConfigError
 from sftplay.make_arguments import FOR_THE_ENVIRONMENT, list_settings, read_recipes
 from sftplay.places import ROOT
@@ -95,7 +95,7 @@ def list_targets(makefile: Path, recipes: dict[str, str]) -> dict[str, dict[str,
 def describe_verb(verb: str) -> dict[str, Any]:
     """What a verb does, whether it needs --config, where its JSON is described (null without any), and its flags."""
     flags = {}
-    for flag, options in FLAGS.get(verb, {}).items():
+    for flag, options in find_flags(verb).items():
         known = {key: options[key] for key in ("help", "default", "choices", "required") if options.get(key)}
         flags[flag] = {**known, **({"is_switch": True} if "action" in options else {})}
     documents = None if verb in WITHOUT_JSON else f"{DOCUMENTS}#/verbs/{verb}"

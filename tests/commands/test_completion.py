@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.cli import FLAGS, VERBS, list_flags, main
+from sftplay.cli import VERBS, find_flags, list_flags, main
 from sftplay.commands.completion import bash_text, fish_text, zsh_text
 from sftplay.config.keys import all_keys, list_keys
 
@@ -37,7 +37,7 @@ def offered(tmp_path: Path, *words: str, function: str = "_sftplay") -> list[str
 @pytest.mark.skipif(not BASH, reason="needs bash")
 def test_bash_offers_verbs_flags_keys_files_and_the_targets_of_make(tmp_path):
     assert offered(tmp_path, "sftplay", "infer") == ["infer", "infer-batch"]
-    assert offered(tmp_path, "sftplay", "plan", "--") == ["--config", "--json", *FLAGS["plan"]]
+    assert offered(tmp_path, "sftplay", "plan", "--") == ["--config", "--json", *find_flags("plan")]
     assert offered(tmp_path, "sftplay", "train", "model.max") == ["model.max_seq_len="]
     assert offered(tmp_path, "sftplay", "train", "--config", "configs/run_de") == ["configs/run_demo.yaml"]
     assert "train-distributed" in offered(tmp_path, "make", "train-d", function="_sftplay_make")

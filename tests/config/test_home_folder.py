@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sftplay.cli import FLAGS, PATH, parse
+from sftplay.cli import VERBS, find_flags, parse
 from sftplay.config.keys import path_keys
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.run import RunConfig
+from sftplay.flags import PATH
 
 PATH_KEYS = path_keys(RunConfig.model_validate({"model": {"name": "builtin:tiny"}}))
 BASE = ["model.name=builtin:tiny", "data.train_path=rows.jsonl"]
@@ -56,4 +57,5 @@ def test_every_flag_that_takes_a_path_knows_the_home_folder(home):
     assert parse(["train", "--config=~/x"]).config == str(home / "x")
     assert parse(["merge-test", "--config=c", "--run=~/x", "--merged=~/y"]).merged == str(home / "y")
     names = {"--run", "--a", "--b", "--in", "--merged", "--setup", "--out"}
-    assert {flags[name]["type"] for flags in FLAGS.values() for name in names & set(flags)} == {PATH}
+    of_verbs = [find_flags(verb) for verb in VERBS]
+    assert {flags[name]["type"] for flags in of_verbs for name in names & set(flags)} == {PATH}
