@@ -245,6 +245,17 @@ FLAGS: dict[str, Flags] = {
         "--no-template": _switch("ask with plain documents, not by the run's chat template"),
         "--engine": _flag("what answers", choices=["transformers", "vllm"], default="transformers"),
     },
+    "parity": {
+        **_RUN,
+        "--engine": _flag("what serves the model", choices=["transformers", "vllm", "llama.cpp"], default="transformers"),
+        "--against": _flag("what of the run is served", choices=["merged", "adapter", "gguf"]),
+        "--served": _flag("another folder or GGUF file than the run's own", PATH),
+        "--in": _flag("rows to ask instead of the held-out ones", PATH, dest="input", default=""),
+        "--n": _flag("how many prompts", _positive, default=20),
+        "--max-new-tokens": _flag("longest answer", _positive, default=64),
+        "--url": _flag("a server that runs already, such as http://127.0.0.1:8000", default=""),
+        "--name": _flag("of the model on that server", default=""),
+    },
     "infer": {
         **_RUN,
         "--base": _switch("the untuned model"),
@@ -336,6 +347,7 @@ VERBS = {
     "merge": ("export.merge", "merge a run's adapter into its full-precision base"),
     "merge-test": ("export.merge_test", "compare a merged model with the adapter it came from"),
     "export": ("export.export", "write a run's model as a folder that stands alone"),
+    "parity": ("parity.parity", "hold what an engine serves against the trained model"),
     "serve": ("export.serve", "answer OpenAI clients on this machine with a run's model"),
     "report": ("report.report", "write report.html of a run, or one page of several"),
     "compare": ("report.compare", "two runs side by side"),
@@ -365,6 +377,7 @@ WITHOUT_CONFIG = (
     "demo", "init", "import-config", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual",
     "compare", "report", "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check",
     "gpu-check", "matrix", "setup-accelerate", "sandbox", "status", "logs", "cancel", "help", "lm-eval",
+    "parity",
 )  # fmt: skip
 """Verbs that run without --config."""
 
