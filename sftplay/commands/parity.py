@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
+from sftplay.config.run import RunConfig
 from sftplay.errors import DataError, MachineError, RunError
+from sftplay.launch.run_folder import RunFolder
 from sftplay.places import find_vllm_python
 from sftplay.runs.finished_run import load_renderer, name_config, open_run, prepare_environment, report_at_end
 
@@ -37,8 +39,8 @@ def parity(args: Namespace) -> int:
     try:
         _, renderer = load_renderer(cfg, folder)
     except DataError as error:
-        from sftplay.parity.causes import explain_trained_template
         from sftplay.model.tokenizer import load_tokenizer
+        from sftplay.parity.causes import explain_trained_template
 
         template = load_tokenizer(cfg.model, str(folder.result)).chat_template
         if changed := explain_trained_template(template, folder):
@@ -47,6 +49,7 @@ def parity(args: Namespace) -> int:
         raise
     result = check_parity(cfg, folder, renderer, request)
     report_at_end(folder)
+    update_exported_card(cfg, folder)
     for line in describe(result):
         log.say(line, "parity")
     if args.json:
@@ -57,6 +60,16 @@ def parity(args: Namespace) -> int:
     where = f"{result['engine']} with {result['url'] or result['served']}"
     fix = "serve what the cause names anew, and try again; docs/parity.md lists causes"
     raise RunError(f"does not answer as the trained model: {result['cause']}", where=where, fix=fix)
+
+
+def update_exported_card(cfg: RunConfig, folder: RunFolder) -> None:
+    """Bring the table of engines in export/README.md up to date, where the run was exported already."""
+    card = folder.path / "export" / "README.md"
+    if card.is_file():
+        from sftplay.export.export import public_run
+        from sftplay.export.model_card import update_card
+
+        update_card(card, public_run(cfg, folder).engines)
 
 
 def describe(result: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Answers of plain transformers and PEFT, as anybody gets them from the folder: no code of the kit touches the model."""
+"""Answers of plain transformers and PEFT, as anybody gets them from the folder; the kit does not touch the model."""
 
 from __future__ import annotations
 

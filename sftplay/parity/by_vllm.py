@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 import time
@@ -73,12 +74,14 @@ def started(launch: Launch, port: int, *, cwd: Path, log_file: Path) -> Iterator
             deadline = time.monotonic() + START_S
             while not answers(port, within_s=1.0):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
-                    errors = [line for line in lines if "Error" in line][-3:] or lines[-5:]
-                    what = "\n".join(["vLLM does not start:", *(f"  {line.strip()[-300:]}" for line in errors)])
-                    raise RunError(what, where=str(log_file), fix="read that log")
+                    raise RunError("vLLM does not start", fix="read its log")
                 time.sleep(0.2)
             yield
+        except RunError as error:
+            lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+            first = next((line for line in lines if re.search(r"\w+(Error|Exception): ", line)), "")
+            what = f"{error.what.partition(': {')[0]} ({re.sub(r'^.*?] ', '', first)[:300] or 'it names no error'})"
+            raise RunError(what, where=str(log_file), fix=error.fix) from error
         finally:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):

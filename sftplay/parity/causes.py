@@ -30,9 +30,10 @@ WEIGHTS = "adapter_model.safetensors"
 
 PROBES = (
     "Hello, world!", "  two spaces,\ttab\n\nnewlines  ", "1234567890 3.14 10,000 0x1F", "don't I'll they've WE'RE",
-    "naïve café Straße Ünï", "Привет, мир! Ёлка", "你好，世界。今天3月5日", "こんにちは カタカナ 漢字", "안녕하세요 세계",
-    "مرحبا بالعالم", "שלום עולם", "नमस्ते दुनिया", "สวัสดีชาวโลก", "Γειά σου Κόσμε", "🙂👍🏽👩‍👩‍👧 emoji", "e\u0301 \u00a0 \u200b \ufeff",
-    "def f(x):\n    return x**2  # comment", "<b>tag</b> & \"quotes\" 'single'", "a_b-c/d\\e|f@g#h$i%j^k*l", "\r\nDOS\r\n",
+    "naïve café Straße Ünï", "Привет, мир! Ёлка", "你好，世界。今天3月5日", "こんにちは カタカナ 漢字",
+    "안녕하세요 세계", "مرحبا بالعالم", "שלום עולם", "नमस्ते दुनिया", "สวัสดีชาวโลก", "Γειά σου Κόσμε",
+    "🙂👍🏽👩\u200d👩\u200d👧 emoji", "e\u0301 \u00a0 \u200b \ufeff", "def f(x):\n    return x**2  # comment",
+    "<b>tag</b> & \"quotes\" 'single'", "a_b-c/d\\e|f@g#h$i%j^k*l", "\r\nDOS\r\n",
 )  # fmt: skip
 """Texts on which two tokenizers that are not the same differ somewhere."""
 
@@ -221,8 +222,10 @@ def _explain_settings(served: Path, *, own: Path, cfg: RunConfig) -> list[str]:
             **kept, "r": lora.r, "lora_alpha": lora.alpha if lora.alpha is not None else 2 * lora.r,
             "use_rslora": lora.rslora, "use_dora": lora.dora,
         }  # fmt: skip
-    names = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias", "peft_type")
-    names += ("target_parameters", "modules_to_save", "layers_to_transform", "fan_in_fan_out")
+    names = (
+        "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias", "peft_type",
+        "target_parameters", "modules_to_save", "layers_to_transform", "fan_in_fan_out",
+    )  # fmt: skip
     for name in names:
         if (given.get(name) or None) != (kept.get(name) or None):
             said.append(f"{name} is {json.dumps(given.get(name))}, the run's {json.dumps(kept.get(name))}")

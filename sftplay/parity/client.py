@@ -60,8 +60,8 @@ class Server:
 
 
 def find_server(url: str, name: str, *, likely: str) -> tuple[Server, dict[str, Any]]:
-    """Return the server below `url` and what it says of its model: the one called `name`, or else `likely`, or the only
-    one. Raise ConfigError where it is none of these, MachineError where nothing answers.
+    """Return the server below `url` and what it says of its model: the one called `name`, or else `likely`, or the
+    only one. Raise ConfigError where it is none of these, MachineError where nothing answers.
     """
     url = url.rstrip("/") if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
     models = {str(model.get("id")): model for model in call(f"{url}/models").get("data", [])}
@@ -73,7 +73,7 @@ def find_server(url: str, name: str, *, likely: str) -> tuple[Server, dict[str, 
 
 
 def call(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the JSON that `url` answers, to a POST of `body` where there is one; with the token of SFTPLAY_SERVE_TOKEN.
+    """Return the JSON that `url` answers, to a POST of `body` if there is one; with the token of SFTPLAY_SERVE_TOKEN.
 
     Raises:
         MachineError: nothing answers.

@@ -20,14 +20,14 @@ from sftplay.export.merge import find_adapter, find_base, load_unquantised
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.source import ADAPTER_CONFIG
-from sftplay.model.weights_digest import weights_digest
+from sftplay.model.weights_digest import digest_result
 from sftplay.parity import causes
 from sftplay.parity.by_transformers import READ_ERRORS
 from sftplay.parity.client import Server, find_server
 from sftplay.parity.compare import BOUNDS, Comparison, compare, find_change
 from sftplay.parity.engine import EngineReply, Question
 from sftplay.parity.questions import choose_questions
-from sftplay.parity.reference import Reference, Scores
+from sftplay.parity.reference import Reference
 from sftplay.parity.tensors import Load, Tensors, find_altered_tensors
 
 Engine = Literal["transformers", "vllm", "llama.cpp"]
@@ -75,9 +75,9 @@ class ParityCheck:
         self.cfg, self.folder, self.renderer, self.request = cfg, folder, renderer, request
         self.tokenizer, self.trusts_code = renderer.tokenizer, cfg.model.trust_remote_code
         self.server: Server | None = None
+        self.notes: list[str] = []
         self.against, self.served = self._find_served()
         self.reference = Reference(cfg, folder, tokenizer=self.tokenizer, end_ids=renderer.end_token_ids)
-        self.notes: list[str] = []
 
     def run(self) -> dict[str, Any]:
         """Ask, compare, and keep the result."""
@@ -122,6 +122,8 @@ class ParityCheck:
         ) else []  # fmt: skip
         if not is_equal and not faults:
             faults.append(self._guess(found, changes, bound))
+        elif changes is False:
+            faults.append("the engine answers as the base")
         result = self._describe(reply.version, origin, found) | {
             "bound": bound, "precision": precision, "adapter_changes_answers": changes,
         }  # fmt: skip
@@ -226,11 +228,15 @@ class ParityCheck:
             raise ConfigError("llama.cpp is not asked over the network", where="--url", fix=fix)
         self.server, model = find_server(request.url, request.name, likely=self.folder.path.resolve().name)
         against: Against = request.against or ("adapter" if model.get("parent") else "merged")
-        root = request.served or Path(str(model.get("root") or ""))
-        own = {"merged": "model" if (self.folder.path / "model").is_dir() else "merged", "adapter": "adapter"}
-        likely = self.folder.path / own.get(against, "merged")
-        known = next((path for path in (root, likely) if str(path) != "." and (path / "config.json").is_file()
-                      or (path / ADAPTER_CONFIG).is_file()), None)  # fmt: skip
+        root = str(request.served or model.get("root") or "")
+        if Path(root).is_absolute() or request.served:
+            served = Path(root)
+        else:  # the server names no folder: the run's own is likely
+            kinds = {"adapter": "adapter", "merged": "model" if (self.folder.path / "model").is_dir() else "merged"}
+            served = self.folder.path / kinds.get(against, "merged")
+        known = served if any((served / name).is_file() for name in ("config.json", ADAPTER_CONFIG)) else None
+        if known is None:
+            self.notes.append("what the server serves does not lie on this machine: its files were not looked at")
         return against, known
 
     def _ask(self, questions: Sequence[Question]) -> tuple[EngineReply, EngineReply | None]:
@@ -288,7 +294,7 @@ class ParityCheck:
         if self.against == "gguf":
             from sftplay.parity.gguf_causes import explain_gguf
 
-            return said + explain_gguf(self.served, self.reference, questions, is_equal=is_equal)
+            return said + explain_gguf(self.served, self.reference, questions)
         said += self._explain_words(questions)
         if self.against == "adapter":
             said += self._explain_adapter(self.served)
@@ -390,7 +396,7 @@ class ParityCheck:
             "max_new_tokens": self.request.max_new_tokens, "same_prompt_ids": found.same_prompt_ids,
             "same_answer_ids": found.same_answer_ids, "ties": found.ties,
             "max_logprob_diff": _finite(found.max_logprob_diff), "mean_logprob_diff": _finite(found.mean_logprob_diff),
-            "first_difference": first, "weights": digest_result(self.folder),
+            "first_difference": first, "weights": digest_result(self.folder.result),
         }  # fmt: skip
 
     def _decode(self, token: int | str | None) -> str | None:
@@ -445,10 +451,3 @@ def _guess_kind(path: Path) -> Against:
 
 def _finite(value: float | None) -> float | None:
     return value if value is None or abs(value) < float("inf") else None
-
-
-def digest_result(folder: RunFolder) -> str | None:
-    """Return a digest of the run's trained weights, by which a result is known to belong to them."""
-    result = folder.result
-    files = [] if result is None else sorted(result.glob("*.safetensors"))
-    return "-".join(weights_digest(path)[:16] for path in files) or None

@@ -1,4 +1,4 @@
-"""The trained model in plain transformers and fp32, and the model it was trained from: what engines are held against."""
+"""The trained model in plain transformers and fp32, and the base it was trained from: what engines are held against."""
 
 from __future__ import annotations
 

@@ -46,9 +46,11 @@ def copied(run: Finished, tmp_path: Path) -> Callable[[str], Path]:
 def ask(run: Finished, *words: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the document of the verb."""
     with redirect_stdout(io.StringIO()) as out:
-        code = cli.main(["parity", "--run", str(run.folder.path), "--max-new-tokens", "12", "--n", "6", *words, "--json"])
+        code = cli.main(
+            ["parity", "--run", str(run.folder.path), "--max-new-tokens", "12", "--n", "6", *words, "--json"]
+        )
     content = json.loads(out.getvalue())
-    documents.check(content, "error" if "error" in content else "verbs/parity")
+    documents.check(content, "$defs/error" if "error" in content else "verbs/parity")
     return code, content
 
 
@@ -276,11 +278,13 @@ def test_a_fault_in_the_runs_own_adapter_is_seen_although_the_reference_has_it_t
 def test_another_template_in_the_run_itself_is_told_from_the_trained_one(run: Finished, own_adapter: Path):
     set_template(own_adapter, run)  # headers in training and at inference are not the same any more
     code, found = ask(run, "--against", "adapter")
-    assert code == 5 and "is not the one of the training" in found["error"]["what"]
+    assert code == 5
+    assert "is not the one of the training" in found["error"]["what"]
     template = own_adapter / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|im_start|> ", "<|im_start|>") + "{# new #}")
     code, found = ask(run, "--against", "adapter")
-    assert code == 5 and "is not the one of the training" in found["cause"]
+    assert code == 5
+    assert "is not the one of the training" in found["cause"]
 
 
 def add_bos(folder: Path, run: Finished) -> None:
@@ -307,7 +311,8 @@ def test_another_tokenizer_rule_and_another_base_are_named(
     folder = copied(kind)
     plant(folder, run)
     code, found = ask(run, "--served", str(folder))
-    assert code == 5 and cause in found["cause"]
+    assert code == 5
+    assert cause in found["cause"]
 
 
 def test_a_tied_head_that_was_saved_apart_is_named(inputs: Inputs, tmp_path: Path):
@@ -323,7 +328,8 @@ def test_a_tied_head_that_was_saved_apart_is_named(inputs: Inputs, tmp_path: Pat
     change_weights(merged, lambda weights: weights.update({"lm_head.weight": stale}))
     change_json(merged / "config.json", tie_word_embeddings=False)
     code, found = ask(done)
-    assert code == 5 and "the head is not the trained one: lm_head.weight" in found["cause"]
+    assert code == 5
+    assert "the head is not the trained one: lm_head.weight" in found["cause"]
 
 
 def test_a_base_that_is_served_is_told_from_the_adapter(run: Finished, copied: Callable[[str], Path]):
@@ -332,7 +338,8 @@ def test_a_base_that_is_served_is_told_from_the_adapter(run: Finished, copied: C
     _, found = ask(run, "--served", str(folder))
     assert found["adapter_changes_answers"] is False
     first = found["first_difference"]
-    assert first["wanted"] != first["found"] and first["position"] >= 0
+    assert first["wanted"] != first["found"]
+    assert first["position"] >= 0
 
 
 def test_a_training_that_changes_next_to_nothing_is_said_and_is_no_fault(inputs: Inputs, tmp_path: Path):
