@@ -1,6 +1,6 @@
 """Find what is wrong with a GGUF file: template, tokens, pre-tokenizer, hyperparameters, weights.
 
-It knows llama.cpp's names and order of rows by itself, and shares nothing with what writes such files.
+It knows llama.cpp's names and order of rows by itself, so that a fault of what writes such files is seen too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any
 import gguf
 import torch
 
+from sftplay.errors import ConfigError, RunError
+from sftplay.export.gguf.vocabulary import describe_vocabulary
 from sftplay.parity import causes
-from sftplay.parity.compare import BOUNDS, first_difference
+from sftplay.parity.compare import BOUNDS
 from sftplay.parity.engine import Question
+from sftplay.parity.gguf_check import check_tokens
 from sftplay.parity.reference import Reference
 from sftplay.parity.tensors import Tensors, find_altered_tensors
 
@@ -78,18 +81,14 @@ def _explain_tokens(reader: Any, reference: Reference) -> list[str]:
 
 
 def _explain_splits(file: Path, reader: Any, reference: Reference, questions: Sequence[Question]) -> list[str]:
-    """Say the first text that llama.cpp splits otherwise, by the pre-tokenizer that the file names."""
-    from sftplay.parity.by_llama_cpp import tokenize_all
-
-    texts = [*(question.text for question in questions), *causes.PROBES]
-    found = tokenize_all(file, texts)
-    for text, ids in zip(texts, found, strict=True):
-        own = list(reference.tokenizer(text, add_special_tokens=False)["input_ids"])
-        if own != list(ids):
-            place = first_difference(own, ids)
-            pre, model = (_read(reader, f"tokenizer.ggml.{key}") for key in ("pre", "model"))
-            what = f"the pre-tokenizer {pre!r} (tokenizer {model!r}) splits texts otherwise than the run's tokenizer"
-            return [f"{what}: {text[:40]!r} from token {place} on"]
+    """Say the first text of the run, or of many scripts, that llama.cpp reads as other tokens."""
+    try:
+        rows = reference.model.get_input_embeddings().num_embeddings
+        approximates = describe_vocabulary(reference.tokenizer, rows=rows, end_ids=reference.end_ids).approximates
+        check_tokens(file, reference.tokenizer, [question.text for question in questions], approximates=approximates)
+    except (RunError, ConfigError) as error:
+        pre, model = (_read(reader, f"tokenizer.ggml.{key}") for key in ("pre", "model"))
+        return [f"the pre-tokenizer {pre!r} (tokenizer {model!r}) splits texts otherwise: {error.what}"]
     return []
 
 
