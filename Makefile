@@ -266,7 +266,7 @@ merge-test: $(READY) ## compare the merged model with the adapter: CONFIG= (RUN=
 	@$(SFTPLAY) merge-test $(WHICH) $(RUNNAME) $(call flag,--merged,MERGED) $(JSONFLAG) $(WORDS)
 export: $(READY) ## a folder that stands alone, with model card: CONFIG= (RUN=, OUT=)
 	@$(SFTPLAY) export $(WHICH) $(RUNNAME) $(OUTPUT) $(JSONFLAG) $(WORDS)
-parity: $(READY) ## what an engine serves against the trained model: RUN= ENGINE=transformers, vllm, llama.cpp (AGAINST=merged, adapter, gguf, SERVED=, IN=, N=20, URL=)
+parity: $(READY) $(ENGINE_READY) ## what an engine serves against the trained model: RUN= ENGINE=transformers, vllm, llama.cpp (AGAINST=merged, adapter, gguf, SERVED=, IN=, N=20, URL=)
 	@$(SFTPLAY) parity $(WHICH) $(RUNNAME) $(call flag,--engine,ENGINE) $(call flag,--against,AGAINST) $(call flag,--served,SERVED) $(call flag,--in,IN) $(COUNT) \
 	  $(call flag,--max-new-tokens,MAX_NEW_TOKENS) $(call flag,--url,URL) $(call flag,--name,NAME) $(JSONFLAG) $(WORDS)
 serve: $(READY) ## answer OpenAI clients on this machine: CONFIG= (RUN=, PORT=8000, SERVER=vllm)

@@ -66,10 +66,10 @@ def open_served(folder: Path, *, trusts_code: bool) -> tuple[Any, Any]:
 def _answer(model: Any, tokenizer: Any, question: Question, *, max_new_tokens: int, end_ids: Sequence[int]) -> Answer:
     ids = encode(tokenizer, question)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    own = inner.generation_config.eos_token_id
-    ends = {*([own] if isinstance(own, int) else own or []), *end_ids}
+    known = inner.generation_config.eos_token_id
+    ends = {*([known] if isinstance(known, int) else known or []), *end_ids}
     # Nothing else of the folder's own settings, such as a repetition penalty, belongs to a greedy answer.
-    inner.generation_config = GenerationConfig(eos_token_id=own)
+    inner.generation_config = GenerationConfig(eos_token_id=known)
     out = inner.generate(
         input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
         generation_config=GenerationConfig(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import tempfile
 import time
@@ -86,5 +88,6 @@ def started(launch: Launch, port: int, *, cwd: Path, log_file: Path) -> Iterator
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)
-            process.kill()
+            with suppress(ProcessLookupError):  # vLLM's engine and workers are in its session
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()

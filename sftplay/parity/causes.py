@@ -70,7 +70,7 @@ def explain_trained_template(template: str | None, folder: RunFolder) -> list[st
 
 
 def explain_tokenizer(run: Any, served: Any, questions: Sequence[Question]) -> list[str]:
-    """Say the first text of which two tokenizers make other ids, and the special tokens that differ."""
+    """Say the first text that two tokenizers turn into other ids, and the special tokens that differ."""
     said = []
     for text in (*PROBES, *(question.text for question in questions)):
         a, b = (list(tokenizer(text)["input_ids"]) for tokenizer in (run, served))
@@ -184,10 +184,10 @@ def explain_dtype(folder: Path, *, stored: str | None) -> tuple[str | None, list
     return main, said
 
 
-def explain_adapter(model: Any, served: Path, *, own: Path, cfg: RunConfig) -> list[str]:
+def explain_adapter(model: Any, served: Path, *, trained: Path, cfg: RunConfig) -> list[str]:
     """Say what is wrong with the adapter in `served`: keys that fit nothing, zeros, settings, other values.
 
-    `model` is PEFT's model of the run's own adapter `own`.
+    `model` is PEFT's model of the run's own adapter in `trained`.
     """
     try:
         with safe_open(served / WEIGHTS, framework="pt") as file:
@@ -205,7 +205,11 @@ def explain_adapter(model: Any, served: Path, *, own: Path, cfg: RunConfig) -> l
     ups = [value for name, value in given.items() if "lora_B" in name or "lora_embedding_B" in name]
     if ups and not any(bool(value.any()) for value in ups):
         said.append(f"the adapter is all zeros: none of its {len(ups)} lora_B holds another value")
-    return said + _explain_settings(served, own=own, cfg=cfg) + _explain_values(given, own, is_own=served.samefile(own))
+    return (
+        said
+        + _explain_settings(served, trained=trained, cfg=cfg)
+        + _explain_values(given, trained, is_own=served.samefile(trained))
+    )
 
 
 def _module(name: str) -> str:
@@ -214,8 +218,8 @@ def _module(name: str) -> str:
     return name
 
 
-def _explain_settings(served: Path, *, own: Path, cfg: RunConfig) -> list[str]:
-    given, kept = (read_object(folder / ADAPTER_CONFIG) for folder in (served, own))
+def _explain_settings(served: Path, *, trained: Path, cfg: RunConfig) -> list[str]:
+    given, kept = (read_object(folder / ADAPTER_CONFIG) for folder in (served, trained))
     lora, said = cfg.tuning.lora, []
     if cfg.model.adapter is None or cfg.model.merge_adapter:  # a continued adapter keeps its own shape
         kept = {
@@ -229,17 +233,17 @@ def _explain_settings(served: Path, *, own: Path, cfg: RunConfig) -> list[str]:
     for name in names:
         if (given.get(name) or None) != (kept.get(name) or None):
             said.append(f"{name} is {json.dumps(given.get(name))}, the run's {json.dumps(kept.get(name))}")
-    bases = [str(found.get("base_model_name_or_path")) for found in (given, read_object(own / ADAPTER_CONFIG))]
+    bases = [str(found.get("base_model_name_or_path")) for found in (given, read_object(trained / ADAPTER_CONFIG))]
     if bases[0] != bases[1]:
         said.append(f"its base is {bases[0]}, the run's {bases[1]}")
     return [f"{ADAPTER_CONFIG} differs: {'; '.join(said)}"] if said else []
 
 
-def _explain_values(given: Mapping[str, torch.Tensor], own: Path, *, is_own: bool) -> list[str]:
+def _explain_values(given: Mapping[str, torch.Tensor], trained: Path, *, is_own: bool) -> list[str]:
     """Say which values of an adapter are not the run's."""
-    if is_own or not (own / WEIGHTS).is_file():
+    if is_own or not (trained / WEIGHTS).is_file():
         return []
-    with safe_open(own / WEIGHTS, framework="pt") as file:
+    with safe_open(trained / WEIGHTS, framework="pt") as file:
         names = [name for name in file.keys() if name in given]  # noqa: SIM118
         altered = [name for name in names if not is_close(given[name], file.get_tensor(name))]
     if not altered:
@@ -258,13 +262,13 @@ def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def explain_seal(folder: RunFolder, cfg: RunConfig) -> list[str]:
     """Say that the run's adapter is not what its last checkpoint holds: the files were changed behind the training."""
-    own = folder.path / "adapter" / WEIGHTS
+    stored = folder.path / "adapter" / WEIGHTS
     step = folder.read_json("status.json").get("step")
     keeps_best = cfg.train.best_metric or cfg.train.early_stopping
     last = next((path for path in list_checkpoints(folder.checkpoints) if path.name == f"checkpoint-{step}"), None)
-    if keeps_best or last is None or not is_marked(last) or not own.is_file() or not (last / WEIGHTS).is_file():
+    if keeps_best or last is None or not is_marked(last) or not stored.is_file() or not (last / WEIGHTS).is_file():
         return []
-    with suppress(OSError, SafetensorError), safe_open(own, "pt") as a, safe_open(last / WEIGHTS, "pt") as b:
+    with suppress(OSError, SafetensorError), safe_open(stored, "pt") as a, safe_open(last / WEIGHTS, "pt") as b:
         names = sorted(set(a.keys()) & set(b.keys()))
         altered = [name for name in names if not is_close(a.get_tensor(name), b.get_tensor(name))]
         if len(names) < len(list(a.keys())) or altered:

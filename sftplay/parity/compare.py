@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sftplay.parity.engine import Answer, EngineReply, Question
-from sftplay.parity.reference import Scores
+from sftplay.parity.reference import TokenScores
 
 BOUNDS = {
     "float32": 1e-4, "float16": 0.05, "bfloat16": 0.25, "q8_0": 0.3, "q6_k": 0.6, "q5_k": 1.0, "q4_k": 2.0, "q4_0": 3.0,
@@ -49,7 +49,7 @@ class Comparison:
 
 def compare(
     questions: Sequence[Question], reply: EngineReply, *, expected: Sequence[Sequence[int]], texts: Sequence[str],
-    scores: Sequence[Scores], bound: float, end_ids: Sequence[int], max_new_tokens: int,
+    scores: Sequence[TokenScores], bound: float, end_ids: Sequence[int], max_new_tokens: int,
 ) -> Comparison:  # fmt: skip
     """Compare all answers. `expected` are the trained model's own, `texts` the same as text, `scores` what it says of
     the engine's answers behind the engine's own prompts.
@@ -94,7 +94,7 @@ def _differ_in_text(row: int, wanted: str, found: str) -> FirstDifference:
 
 
 def _differ_in_answer(
-    row: int, answer: Sequence[int], scored: Scores, bound: float, ends: set[int], max_new_tokens: int
+    row: int, answer: Sequence[int], scored: TokenScores, bound: float, ends: set[int], max_new_tokens: int
 ) -> FirstDifference | None:
     """Return the first token that the trained model would not give behind the tokens before it, up to ties."""
     for place, token in enumerate(answer):
@@ -120,8 +120,9 @@ def first_difference(a: Sequence[object] | str, b: Sequence[object] | str) -> in
 
 
 def find_change(
-    reply: EngineReply, *, expected: Sequence[Sequence[int]], of_run: Sequence[Scores], of_base: Sequence[Scores],
-    run_alone: Sequence[Scores], base_alone: Sequence[Scores], bound: float, is_same: bool,
+    reply: EngineReply, *, expected: Sequence[Sequence[int]], of_run: Sequence[TokenScores],
+    of_base: Sequence[TokenScores], run_alone: Sequence[TokenScores], base_alone: Sequence[TokenScores], bound: float,
+    is_same: bool,
 ) -> tuple[bool | None, str]:  # fmt: skip
     """Return whether the engine answers otherwise than the base, None where nobody can tell, and why.
 
@@ -134,20 +135,20 @@ def find_change(
         any(token != best for token, best in zip(answer, base.best)) for answer, base in zip(expected, base_alone)
     )
     given = [
-        (own, run, base)
+        (said, run, base)
         for answer, by_run, by_base in zip(reply.answers, of_run, of_base, strict=True)
-        for own, run, base in zip(answer.logprobs, by_run.logprobs, by_base.logprobs)
+        for said, run, base in zip(answer.logprobs, by_run.logprobs, by_base.logprobs)
     ]
     if not given:
         if not turned:
             return None, "the base gives the same answers as the trained model"
         return (True, "") if is_same else (None, "the engine gives no log-probabilities")
-    to_run = sum(abs(own - run) for own, run, _ in given) / len(given)
-    to_base = sum(abs(own - base) for own, _, base in given) / len(given)
+    to_run = sum(abs(said - run) for said, run, _ in given) / len(given)
+    to_base = sum(abs(said - base) for said, _, base in given) / len(given)
     if to_base * NEARER < to_run:
         return False, ""
     if to_run * NEARER < to_base:
         return True, ""
     if moved <= 2 * bound:
         return None, f"the training itself moves no log-probability by more than {moved:.2g}"
-    return max(abs(own - base) for own, _, base in given) > bound, ""
+    return max(abs(said - base) for said, _, base in given) > bound, ""

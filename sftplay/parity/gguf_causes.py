@@ -69,9 +69,9 @@ def _explain_tokens(reader: Any, reference: Reference) -> list[str]:
     names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     if len(tokens) < len(tokenizer):
         said.append(f"the file has {len(tokens):,} tokens, the run's tokenizer {len(tokenizer):,}")
-    for number, (own, found) in enumerate(zip(names, tokens)):
-        if own is not None and own != found and number not in special:
-            said.append(f"token {number} is {found!r}, the run's {own!r}")
+    for number, (wanted, found) in enumerate(zip(names, tokens)):
+        if wanted is not None and wanted != found and number not in special:
+            said.append(f"token {number} is {found!r}, the run's {wanted!r}")
             break
     ends = [_read(reader, f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     if missing := [token for token in reference.end_ids if token not in ends]:

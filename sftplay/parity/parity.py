@@ -96,7 +96,10 @@ class ParityCheck:
             refused = f"{error.where}: {error.what}" if error.where else error.what
         if reply is None:
             comparison = Comparison(len(questions), 0, 0, 0, None, None, None)
-            result = self._describe("unknown", origin, comparison) | {"bound": None, "adapter_changes_answers": None}
+            result = self._describe(self.request.engine, origin, comparison) | {
+                "bound": None,
+                "adapter_changes_answers": None,
+            }
             faults = self._find_faults(questions, dtype_faults=self._read_dtype()[1], is_equal=False)
             return self._finish(result, [*faults, f"the engine does not answer: {refused}"])
         return self._judge(questions, origin, reply, fresh)
@@ -322,10 +325,10 @@ class ParityCheck:
         return said or causes.explain_prompts(self.tokenizer, tokenizer, questions)
 
     def _explain_adapter(self, served: Path) -> list[str]:
-        said = causes.explain_adapter(self.reference.model, served, own=self.folder.path / "adapter", cfg=self.cfg)
+        said = causes.explain_adapter(self.reference.model, served, trained=self.folder.path / "adapter", cfg=self.cfg)
         base = self._served_base
-        own = find_base(self.cfg, self.folder)[0]
-        if Path(base).is_dir() and Path(own).is_dir() and not Path(base).samefile(own):
+        trained = find_base(self.cfg, self.folder)[0]
+        if Path(base).is_dir() and Path(trained).is_dir() and not Path(base).samefile(trained):
             said += [f"base: {text}" for text in causes.explain_config(self._base_config, Path(base),
                                                                       trusts_code=self.trusts_code)]  # fmt: skip
         return said

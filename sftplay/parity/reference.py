@@ -23,7 +23,7 @@ from sftplay.model.load import attach_for_merging
 
 
 @dataclass(frozen=True)
-class Scores:
+class TokenScores:
     """What a model says of an answer, place by place, and of the place behind its last token."""
 
     logprobs: list[float]
@@ -79,11 +79,11 @@ class Reference:
         """The tokens that end an answer of the trained model."""
         return Generator(self.model, self.tokenizer, self.end_ids, 1).all_end_ids
 
-    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scores]:
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[TokenScores]:
         """Return what the trained model says of each (prompt, answer)."""
         return score_pairs(self.model, pairs, end_ids=self.all_end_ids)
 
-    def score_base(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scores] | None:
+    def score_base(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[TokenScores] | None:
         """Return what the model says that the run started from; None where it cannot be opened any more."""
         if self.has_adapter:
             with self.model.disable_adapter():
@@ -117,7 +117,7 @@ class Reference:
 @torch.no_grad()
 def score_pairs(
     model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, end_ids: Sequence[int]
-) -> list[Scores]:
+) -> list[TokenScores]:
     """Return what `model` says of each (prompt, answer), each in a pass of its own."""
     device, vocabulary = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
     found = []
@@ -130,7 +130,7 @@ def score_pairs(
         answered = torch.tensor(ids[len(prompt) :], dtype=torch.long)
         ends = scores[:, list(end_ids)].max(-1).values if end_ids else torch.full((len(scores),), -torch.inf)
         found.append(
-            Scores(
+            TokenScores(
                 scores[: len(answer)].gather(1, answered[:, None])[:, 0].tolist(),
                 best.indices.tolist(), best.values.tolist(), ends.tolist(),
             )

@@ -108,7 +108,7 @@ def set_end(model: Any, vocabulary: Any) -> Any:
 
 
 FAULTS = {
-    leave_unpermuted: "q and k are not permuted for llama.cpp's rotary embedding (4 tensors, blk.0.attn_q.weight first)",
+    leave_unpermuted: "q and k are not permuted for llama.cpp's rotary embedding (4 tensors, blk.0.attn_q.weight",
     set_pre_tokenizer: "the pre-tokenizer 'llama-bpe' (tokenizer 'gpt2') splits texts otherwise",
     set_template: "the chat template differs at character",
     set_old_head: "output.weight differs",
