@@ -5,11 +5,11 @@ PYTHON ?= python3
 PY ?= .venv/bin/python
 UNSLOTH_PY ?= .venv-unsloth/bin/python
 
-override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
+override SETTINGS := AGAINST ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN ENGINE EXTRAS FAST FOR GPUS GPUS_PER_NODE \
   GRES GRID HALVING IN INSTALLER INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NAME NNODES NODE_RANK \
-  NODES NPROC OUT PARALLEL PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPACE SPLIT STYLE \
+  NODES NPROC OUT PARALLEL PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVED SERVER SERVER_SBATCH SETUP SPACE SPLIT STYLE \
   SUBMIT SUBSAMPLE TASKS \
-  TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
+  TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY URL VRAM WATCH WEAK WORKERS
 
 # WSL exports the machine's name as NAME, which would name every sweep.
 ifeq "$(origin NAME)" "environment"
@@ -78,7 +78,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .PHONY: help install demo test test-slow test-long test-unsloth check init import-config completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume sweep plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code lm-eval infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  merge merge-bf16 merge-test export parity serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list (JSON=1: all targets, settings, flags and exit codes, for programs)
 	@test -z "$$TYPED_JSON" || exec "$$TYPED_PYTHON" -m sftplay help $(JSONFLAG) $(WORDS); exec awk -f docs/help.awk Makefile
@@ -266,6 +266,9 @@ merge-test: $(READY) ## compare the merged model with the adapter: CONFIG= (RUN=
 	@$(SFTPLAY) merge-test $(WHICH) $(RUNNAME) $(call flag,--merged,MERGED) $(JSONFLAG) $(WORDS)
 export: $(READY) ## a folder that stands alone, with model card: CONFIG= (RUN=, OUT=)
 	@$(SFTPLAY) export $(WHICH) $(RUNNAME) $(OUTPUT) $(JSONFLAG) $(WORDS)
+parity: $(READY) $(ENGINE_READY) ## what an engine serves against the trained model: RUN= ENGINE=transformers, vllm, llama.cpp (AGAINST=merged, adapter, gguf, SERVED=, IN=, N=20, URL=)
+	@$(SFTPLAY) parity $(WHICH) $(RUNNAME) $(call flag,--engine,ENGINE) $(call flag,--against,AGAINST) $(call flag,--served,SERVED) $(call flag,--in,IN) $(COUNT) \
+	  $(call flag,--max-new-tokens,MAX_NEW_TOKENS) $(call flag,--url,URL) $(call flag,--name,NAME) $(JSONFLAG) $(WORDS)
 serve: $(READY) ## answer OpenAI clients on this machine: CONFIG= (RUN=, PORT=8000, SERVER=vllm)
 	@$(SFTPLAY) serve $(WHICH) $(RUNNAME) $(call flag,--port,PORT) $(call flag,--server,SERVER) $(WORDS)
 

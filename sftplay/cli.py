@@ -54,6 +54,7 @@ VERBS = {
     "merge": ("export.merge", "merge a run's adapter into its full-precision base"),
     "merge-test": ("export.merge_test", "compare a merged model with the adapter it came from"),
     "export": ("export.export", "write a run's model as a folder that stands alone"),
+    "parity": ("parity.parity", "hold what an engine serves against the trained model"),
     "serve": ("export.serve", "answer OpenAI clients on this machine with a run's model"),
     "report": ("report.report", "write report.html of a run, or one page of several"),
     "compare": ("report.compare", "two runs side by side"),
@@ -97,8 +98,8 @@ GROUPS = {
         "style",
     ),
     "use": (
-        "eval", "eval-test", "eval-quick", "eval-full", "eval-code", "lm-eval", "infer", "infer-batch",
-        "download-model", "merge", "merge-test", "export", "serve", "report", "compare", "tensorboard", "sandbox",
+        "eval", "eval-test", "eval-quick", "eval-full", "eval-code", "lm-eval", "infer", "infer-batch", "merge",
+        "download-model", "merge-test", "export", "parity", "serve", "report", "compare", "tensorboard", "sandbox",
     ),
     "machine": ("plan", "setup-accelerate", "gpu-check"),
 }  # fmt: skip
@@ -108,6 +109,7 @@ WITHOUT_CONFIG = (
     "demo", "init", "import-config", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual",
     "compare", "report", "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check",
     "gpu-check", "matrix", "setup-accelerate", "sandbox", "status", "logs", "cancel", "help", "lm-eval",
+    "parity",
 )  # fmt: skip
 """Verbs that run without --config."""
 

@@ -83,6 +83,7 @@ ELSEWHERE = {
     "eval-code": "tests/evaluate/test_eval_code.py",
     "compare": "tests/commands/test_report_commands.py",
     "sweep": "tests/runs/test_sweep.py",
+    "parity": "tests/parity/test_parity.py",
 }
 """Verbs that need a scheduler, a hub, a cluster or minutes -> the test in which their documents are checked."""
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
-from sftplay.config.resolved import RESOLVED
 from sftplay.config.run import RunConfig
-from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.runs.finished_run import load_renderer, open_run, prepare_environment, report_at_end
+from sftplay.runs.finished_run import load_renderer, name_config, open_run, prepare_environment, report_at_end
 
 NAME = "lm-eval.json"
 
@@ -33,8 +32,7 @@ def lm_eval(args: Namespace) -> int:
         raise ConfigError("no task is named", where="--tasks", fix=fix)
     if args.include_path and not Path(args.include_path).is_dir():
         raise ConfigError("is no folder", where=args.include_path, fix="name the folder of your task files")
-    if not args.config:
-        _name_config(args)
+    name_config(args)
     cfg, folder = open_run(args)
     if find_spec("lm_eval") is None:
         fix = "make install EXTRAS=harness"
@@ -55,19 +53,6 @@ def lm_eval(args: Namespace) -> int:
     else:
         log.show(harness_table(content).format())
     return 0
-
-
-def _name_config(args: Namespace) -> None:
-    """Let the run's own config stand for the one that is not named."""
-    if not args.run:
-        raise ConfigError("no run is named", where="--run", fix="name one: make lm-eval RUN=name TASKS=gsm8k,ifeval")
-    output = Path("outputs")
-    found = next((path for path in (Path(args.run), output / args.run) if (path / RESOLVED).is_file()), None)
-    if found is None:
-        near = nearest_names(args.run, [path.parent.name for path in output.glob(f"*/{RESOLVED}")])
-        fix = f"did you mean RUN={near[0]}?" if near else "give a run's folder or its name, or CONFIG="
-        raise ConfigError(f"no run {args.run!r}", where=str(output), fix=fix, nearest=near)
-    args.config, args.run = str(found / RESOLVED), str(found)
 
 
 def _measure(

@@ -15,11 +15,13 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from sftplay import log
+from sftplay import __version__, log
+from sftplay.atomic import read_object
 from sftplay.config.load import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.export.merge import (
+    RECORD,
     SHARD_BYTES,
     Dtype,
     find_base_file,
@@ -29,12 +31,14 @@ from sftplay.export.merge import (
     write_folder,
 )
 from sftplay.export.model_card import PublicRun, write_card
+from sftplay.export.parity_table import parity_rows
 from sftplay.export.target import check_target
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.source import BUILTIN, is_local
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 from sftplay.model.weights import DTYPES
+from sftplay.model.weights_digest import digest_result
 
 REMOVED = "(removed)"
 
@@ -94,6 +98,7 @@ def export(
         for name, figures in run.figures.items():
             (scratch / "eval").mkdir(exist_ok=True)
             _write_json(scratch / "eval" / f"{name}.json", figures)
+        _write_json(scratch / RECORD, {"dtype": str(model.dtype).removeprefix("torch."), "kit": __version__})
         write_card(run, scratch / "README.md")
 
     write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in adapter_files), fill=fill)
@@ -124,6 +129,7 @@ def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
         # With merge_adapter the base is a merged model that others cannot get, so the adapter alone is of no use.
         has_adapter=(folder.path / "adapter").is_dir() and not cfg.model.merge_adapter,
         has_new_tokens=(folder.path / "new_tokens.json").is_file(),
+        engines=clean(parity_rows(read_object(folder.path / "parity.json"), digest_result(folder.result))),
     )
 
 

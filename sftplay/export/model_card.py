@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
 from sftplay.data.read import is_hub_name
+from sftplay.export.parity_table import HEAD
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -43,6 +45,9 @@ class PublicRun:
 
     has_new_tokens: bool
 
+    engines: list[list[str]] = field(default_factory=list)
+    """What the run was held against, as rows of `parity_table.HEAD`."""
+
 
 def write_card(run: PublicRun, path: Path) -> None:
     """Write the card for the model in the folder of `path`; its chat template decides the usage example."""
@@ -61,6 +66,7 @@ def write_card(run: PublicRun, path: Path) -> None:
         measurements=measurements,
         figures=[row for row in rows if set(row[1:]) != {"-"}],
         settings=list(_settings(run)),
+        engines=_engines(run.engines),
         versions=[(name, version) for name, version in known.items() if version],
     )
     # The metadata for the hub: https://huggingface.co/docs/hub/model-cards; `unknown` is a valid licence.
@@ -76,6 +82,17 @@ def write_card(run: PublicRun, path: Path) -> None:
         **relation,
     )
     path.write_text(f"---\n{front.to_yaml()}\n---\n\n{text}", encoding="utf-8")
+
+
+def update_card(path: Path, engines: Sequence[Sequence[str]]) -> None:
+    """Replace the section on engines in a card that `write_card` has made; leave every other text alone."""
+    text = path.read_text(encoding="utf-8")
+    found = re.sub(r"(?<=\n## Engines\n\n).*?(?=\n## )", lambda _: _engines(engines), text, count=1, flags=re.DOTALL)
+    write_text(path, found)
+
+
+def _engines(rows: Sequence[Sequence[str]]) -> str:
+    return _template("engines.md").render(head=HEAD, rows=rows)
 
 
 def write_adapter_card(path: Path, *, name: str, base: str | None) -> None:

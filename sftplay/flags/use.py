@@ -84,6 +84,19 @@ FLAGS: dict[str, Flags] = {
         "--no-template": switch("ask with plain documents, not by the run's chat template"),
         "--engine": flag("what answers", choices=["transformers", "vllm"], default="transformers"),
     },
+    "parity": {
+        **RUN,
+        "--engine": flag(
+            "what serves the model", choices=["transformers", "vllm", "llama.cpp"], default="transformers"
+        ),
+        "--against": flag("what of the run is served", choices=["merged", "adapter", "gguf"]),
+        "--served": flag("another folder or GGUF file than the run's own", PATH),
+        "--in": flag("rows to ask instead of the held-out ones", PATH, dest="input", default=""),
+        "--n": flag("how many prompts", positive, default=20),
+        "--max-new-tokens": flag("longest answer", positive, default=64),
+        "--url": flag("a server that runs already, such as http://127.0.0.1:8000", default=""),
+        "--name": flag("of the model on that server", default=""),
+    },
     "infer": {
         **RUN,
         "--base": switch("the untuned model"),

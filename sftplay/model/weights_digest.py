@@ -38,3 +38,9 @@ def weights_digest(path: Path, *, whole_bytes: int = WHOLE_BYTES, chunks: int = 
             handle.seek(start)
             digest.update(handle.read(CHUNK_BYTES))
     return digest.hexdigest()
+
+
+def digest_result(result: Path | None) -> str | None:
+    """Return a short digest of the trained weights in a run's result folder; None where there are none."""
+    files = [] if result is None else sorted(result.glob("*.safetensors"))
+    return "-".join(weights_digest(path)[:16] for path in files) or None

@@ -21,19 +21,25 @@ class Question:
     prompt_ids: Sequence[int]
     """The prompt by the run's tokenizer."""
 
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The functions that the assistant may call, in OpenAI's form."""
+
 
 @dataclass(frozen=True)
 class Answer:
     """A greedy answer."""
 
     prompt_ids: Sequence[int]
-    """The prompt's ids by the engine's tokenizer and template."""
+    """The prompt's ids by the engine's tokenizer and template; empty where it does not give them."""
 
     answer_ids: Sequence[int]
-    """Without the end token, if the engine does not give it."""
+    """Without the end token, if the engine does not give it; empty where it gives `text` alone."""
 
     logprobs: Sequence[float]
-    """Natural logarithm of the probability of each id of the answer."""
+    """Natural logarithm of the probability of each id of the answer; empty where the engine does not give them."""
+
+    text: str | None = None
+    """The answer as text, where that is all that the engine gives."""
 
 
 @dataclass(frozen=True)
@@ -46,3 +52,6 @@ class EngineReply:
     answers: Sequence[Answer]
     template: str | None = None
     """The chat template that the engine uses, None where it does not say."""
+
+    dtype: str | None = None
+    """What the engine computes in, as torch names it; None where it does not say."""

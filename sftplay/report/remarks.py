@@ -32,6 +32,10 @@ def find_remarks(run: RunFiles) -> list[Remark]:
         from sftplay.report import evaluation
 
         parts.append(evaluation.find_remarks)
+    if run.parity:
+        from sftplay.report import engines
+
+        parts.append(engines.find_remarks)
     order = ("stop", "warn", "note")
     return sorted((found for part in parts for found in part(run)), key=lambda remark: order.index(remark[0]))
 

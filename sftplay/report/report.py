@@ -95,6 +95,10 @@ def build_sections(run: RunFiles) -> list[Section]:
         top.append(Section("learned", "What was learned", [("table", rewards.learned_table(run))]))
         below.append(Section("tries", "What the model tried, and its rewards", rewards.try_blocks(run)))
         rewarded = rewards.plan(run)
+    if run.parity:
+        from sftplay.report import engines
+
+        below.append(Section("engines", "Engines", engines.build_blocks(run)))
     part = run.task.part("report") if run.task else None
     part_sections: list[Section] = part.build_sections(run) if part else []
     shown = [

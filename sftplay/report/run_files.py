@@ -62,6 +62,9 @@ class RunFiles:
         if len(steps) > 1 and steps[0] == 0 and not {"before", "after"} & set(self.evals):
             self.stands_for = {"before": "step-0", "after": f"step-{steps[-1]:.0f}"}
             self.evals |= {tag: self.evals[name] for tag, name in self.stands_for.items()}
+        self.parity = self._read_json("parity.json") if (folder.path / "parity.json").exists() else {}
+        """What engines were found to answer."""
+
         self.launch = (self._read("launch.txt") or b"").decode("utf-8", "replace").strip()
         self.notes = self._read_notes()
         self.set_aside = _list(folder.checkpoints / "incomplete", "checkpoint-*")

@@ -8,19 +8,38 @@ import traceback
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from sftplay import log
 from sftplay.atomic import read_object, write_text
 from sftplay.config.load import load_config
+from sftplay.config.resolved import RESOLVED
 from sftplay.config.run import RunConfig
-from sftplay.errors import ConfigError
+from sftplay.errors import ConfigError, nearest_names
 from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
 from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.log import Screen
 from sftplay.model.libraries import unneeded
 from sftplay.model.source import is_local
 from sftplay.startup import leave_out
+
+
+def name_config(args: Namespace) -> None:
+    """Let the run's own config stand for one that is not named. Raise ConfigError where no run is named either, or none
+    is called so.
+    """
+    if args.config:
+        return
+    if not args.run:
+        raise ConfigError("no run is named", where="--run", fix=f"name one: make {args.verb} RUN=name")
+    output = Path("outputs")
+    found = next((path for path in (Path(args.run), output / args.run) if (path / RESOLVED).is_file()), None)
+    if found is None:
+        near = nearest_names(args.run, [path.parent.name for path in output.glob(f"*/{RESOLVED}")])
+        fix = f"did you mean RUN={near[0]}?" if near else "give a run's folder or its name, or CONFIG="
+        raise ConfigError(f"no run {args.run!r}", where=str(output), fix=fix, nearest=near)
+    args.config, args.run = str(found / RESOLVED), str(found)
 
 
 def open_run(

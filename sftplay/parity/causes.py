@@ -1,0 +1,277 @@
+"""Find what is wrong with a served folder, from its files: template, tokenizer, config, number format, adapter keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.utils import get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer
+
+from sftplay.atomic import read_object
+from sftplay.config.run import RunConfig
+from sftplay.data.render.templates import template_hash
+from sftplay.export.merge import RECORD
+from sftplay.launch.checkpoints import is_marked, list_checkpoints
+from sftplay.launch.run_folder import RunFolder
+from sftplay.model.hub import first_line
+from sftplay.model.source import ADAPTER_CONFIG
+from sftplay.parity.compare import first_difference
+from sftplay.parity.engine import Question
+from sftplay.parity.questions import encode
+from sftplay.parity.tensors import find_dtypes
+
+WEIGHTS = "adapter_model.safetensors"
+
+PROBES = (
+    "Hello, world!", "  two spaces,\ttab\n\nnewlines  ", "1234567890 3.14 10,000 0x1F", "don't I'll they've WE'RE",
+    "naïve café Straße Ünï", "Привет, мир! Ёлка", "你好，世界。今天3月5日", "こんにちは カタカナ 漢字",
+    "안녕하세요 세계", "مرحبا بالعالم", "שלום עולם", "नमस्ते दुनिया", "สวัสดีชาวโลก", "Γειά σου Κόσμε",
+    "🙂👍🏽👩\u200d👩\u200d👧 emoji", "e\u0301 \u00a0 \u200b \ufeff", "def f(x):\n    return x**2  # comment",
+    "<b>tag</b> & \"quotes\" 'single'", "a_b-c/d\\e|f@g#h$i%j^k*l", "\r\nDOS\r\n",
+)  # fmt: skip
+"""Texts on which two tokenizers that are not the same differ somewhere."""
+
+HARMLESS = {
+    "transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache", "tie_word_embeddings",
+    "_attn_implementation_internal", "output_hidden_states", "output_attentions", "return_dict", "pad_token_id",
+    "eos_token_id", "bos_token_id", "architectures", "id2label", "label2id", "problem_type", "is_encoder_decoder",
+}  # fmt: skip
+"""Fields of config.json that change no answer, or that are checked elsewhere (tied head, end tokens)."""
+
+SHOWN = 24
+"""Characters of a template that are shown on each side."""
+
+
+def explain_template(run: str | None, served: str | None) -> list[str]:
+    """Say where two chat templates part."""
+    if (run or "") == (served or ""):
+        return []
+    a, b = run or "", served or ""
+    place = first_difference(a, b)
+    here, there = (text[max(0, place - SHOWN // 3) : place + SHOWN] for text in (a, b))
+    return [f"the chat template differs at character {place:,}: {there!r} is served, {here!r} is the run's"]
+
+
+def explain_trained_template(template: str | None, folder: RunFolder) -> list[str]:
+    """Say that the template in the run's own result is not the one that it was trained with."""
+    trained = folder.read_json("manifest.json").get("template_sha256")
+    stored = template_hash(template or "")
+    if trained in (None, stored):
+        return []
+    return [
+        f"the chat template in {folder.result} is not the one of the training (sha256 {stored[:12]}, {trained[:12]})"
+    ]
+
+
+def explain_tokenizer(run: Any, served: Any, questions: Sequence[Question]) -> list[str]:
+    """Say the first text that two tokenizers turn into other ids, and the special tokens that differ."""
+    said = []
+    for text in (*PROBES, *(question.text for question in questions)):
+        a, b = (list(tokenizer(text)["input_ids"]) for tokenizer in (run, served))
+        if a != b:
+            place = first_difference(a, b)
+            ids = f"{b[place : place + 4]} where the run has {a[place : place + 4]}"
+            said.append(f"the tokenizer differs: of {text[:40]!r} it makes {ids} (token {place})")
+            break
+    if len(run) != len(served):
+        said.append(f"the tokenizer has {len(served):,} tokens, the run's {len(run):,}")
+    for name in ("eos_token", "bos_token"):
+        a, b = getattr(run, name), getattr(served, name)
+        if a != b:
+            said.append(f"the tokenizer's {name} is {b!r}, the run's {a!r}")
+    return said
+
+
+def explain_prompts(run: Any, served: Any, questions: Sequence[Question]) -> list[str]:
+    """Say the first prompt that the folder's own tokenizer and template write otherwise than the run's."""
+    for question in questions:
+        try:
+            ids = encode(served, question)
+        except (ValueError, TypeError, KeyError) as error:  # jinja's errors are ValueErrors of transformers
+            return [f"its chat template refuses row {question.row} ({first_line(error)})"]
+        if ids != list(question.prompt_ids):
+            place = first_difference(ids, question.prompt_ids)
+            texts = [
+                tokens.decode(list(found[place : place + 8]))
+                for tokens, found in ((served, ids), (run, question.prompt_ids))
+            ]
+            return [
+                f"the prompt of row {question.row} differs from token {place} on: {texts[0]!r}, the run's {texts[1]!r}"
+            ]
+    return []
+
+
+def open_tokenizer(folder: Path | str, *, trusts_code: bool) -> tuple[Any, list[str]]:
+    """Return the tokenizer of a folder, or None and why."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_code), []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return None, [f"no tokenizer can be opened in {folder} ({first_line(error)})"]
+
+
+def flatten(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested objects with dotted names."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def explain_config(run: Any, folder: Path, *, trusts_code: bool) -> list[str]:
+    """Say the fields of config.json that differ from the trained model's config."""
+    try:
+        served = AutoConfig.from_pretrained(folder, trust_remote_code=trusts_code).to_dict()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"config.json cannot be used ({first_line(error)})"]
+    a, b = (dict(flatten(tree)) for tree in (run.to_dict(), served))
+    keys = [key for key in {**a, **b} if key.rpartition(".")[2] not in HARMLESS and a.get(key) != b.get(key)]
+    found = [f"{key} is {json.dumps(b.get(key))}, the run's {json.dumps(a.get(key))}" for key in keys]
+    return (
+        [f"config.json differs: {'; '.join(found[:3])}" + (f" and {len(found) - 3} more" if found[3:] else "")]
+        if found
+        else []
+    )
+
+
+def explain_ends(folder: Path, end_ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """Say that the folder's generation config does not end an answer where training did."""
+    given = read_object(folder / "generation_config.json").get("eos_token_id")
+    given = given if given is not None else read_object(folder / "config.json").get("eos_token_id")
+    known = {given} if isinstance(given, int) else set(given or [])
+    if missing := [token for token in end_ids if token not in known]:
+        token = tokenizer.decode([missing[0]])
+        return [f"generation_config.json ends answers at {sorted(known)}, training at {missing[0]} ({token!r})"]
+    return []
+
+
+def read_headers(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and dtype of every tensor in the safetensors files of a folder."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
+                yield name, file.get_slice(name).get_dtype()
+
+
+def explain_dtype(folder: Path, *, stored: str | None) -> tuple[str | None, list[str]]:
+    """Return the dtype in which most tensors are stored, and what contradicts it.
+
+    Expected is what the merge recorded, else `stored`, the base's own.
+    """
+    try:
+        found = find_dtypes(read_headers(folder))
+    except (OSError, SafetensorError) as error:
+        return None, [f"the weights cannot be read ({first_line(error)})"]
+    if not found:
+        return None, []
+    main = max(found, key=lambda kind: len(found[kind]))
+    config = read_object(folder / "config.json")
+    says = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    merged = read_object(folder / RECORD).get("dtype")
+    said = []
+    if says and says not in found:
+        said.append(f"the weights are saved in {main}, config.json says {says}")
+    expected = merged or stored
+    if expected and expected not in found:
+        by = f"{RECORD} says the merge made" if merged else "the base is in"
+        said.append(f"saved in the wrong precision: {main}, {by} {expected}")
+    return main, said
+
+
+def explain_adapter(model: Any, served: Path, *, trained: Path, cfg: RunConfig) -> list[str]:
+    """Say what is wrong with the adapter in `served`: keys that fit nothing, zeros, settings, other values.
+
+    `model` is PEFT's model of the run's own adapter in `trained`.
+    """
+    try:
+        with safe_open(served / WEIGHTS, framework="pt") as file:
+            given = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        return [f"the adapter's weights cannot be read ({first_line(error)})"]
+    said = []
+    expected = get_peft_model_state_dict(model)
+    modules, fitting = ({_module(name) for name in names} for names in (expected, set(given) & set(expected)))
+    if fitting != modules or not set(given) <= set(expected):
+        foreign = next((name for name in given if name not in expected), None)
+        like = next((name for name in expected if foreign and name.endswith(foreign[-30:])), next(iter(expected), ""))
+        keys = f"; {foreign} fits nothing, {like} would" if foreign else ""
+        said.append(f"the adapter's keys match {len(fitting)} of {len(modules)} modules{keys}")
+    ups = [value for name, value in given.items() if "lora_B" in name or "lora_embedding_B" in name]
+    if ups and not any(bool(value.any()) for value in ups):
+        said.append(f"the adapter is all zeros: none of its {len(ups)} lora_B holds another value")
+    return (
+        said
+        + _explain_settings(served, trained=trained, cfg=cfg)
+        + _explain_values(given, trained, is_own=served.samefile(trained))
+    )
+
+
+def _module(name: str) -> str:
+    for part in (".lora_", ".weight", ".bias", ".base_layer"):
+        name = name.partition(part)[0]
+    return name
+
+
+def _explain_settings(served: Path, *, trained: Path, cfg: RunConfig) -> list[str]:
+    given, kept = (read_object(folder / ADAPTER_CONFIG) for folder in (served, trained))
+    lora, said = cfg.tuning.lora, []
+    if cfg.model.adapter is None or cfg.model.merge_adapter:  # a continued adapter keeps its own shape
+        kept = {
+            **kept, "r": lora.r, "lora_alpha": lora.alpha if lora.alpha is not None else 2 * lora.r,
+            "use_rslora": lora.rslora, "use_dora": lora.dora,
+        }  # fmt: skip
+    names = (
+        "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias", "peft_type",
+        "target_parameters", "modules_to_save", "layers_to_transform", "fan_in_fan_out",
+    )  # fmt: skip
+    for name in names:
+        if (given.get(name) or None) != (kept.get(name) or None):
+            said.append(f"{name} is {json.dumps(given.get(name))}, the run's {json.dumps(kept.get(name))}")
+    bases = [str(found.get("base_model_name_or_path")) for found in (given, read_object(trained / ADAPTER_CONFIG))]
+    if bases[0] != bases[1]:
+        said.append(f"its base is {bases[0]}, the run's {bases[1]}")
+    return [f"{ADAPTER_CONFIG} differs: {'; '.join(said)}"] if said else []
+
+
+def _explain_values(given: Mapping[str, torch.Tensor], trained: Path, *, is_own: bool) -> list[str]:
+    """Say which values of an adapter are not the run's."""
+    if is_own or not (trained / WEIGHTS).is_file():
+        return []
+    with safe_open(trained / WEIGHTS, framework="pt") as file:
+        names = [name for name in file.keys() if name in given]  # noqa: SIM118
+        altered = [name for name in names if not is_close(given[name], file.get_tensor(name))]
+    if not altered:
+        return []
+    what = "it is another adapter than the run's" if len(altered) == len(names) else f"{altered[0]} is not the run's"
+    return [f"{what}: {len(altered)} of {len(names)} of its tensors have other values"]
+
+
+def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors are equal up to one rounding to the narrower of their dtypes."""
+    if a.shape != b.shape:
+        return False
+    tolerance = max({torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(value.dtype, 1e-6) for value in (a, b))
+    return bool(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=1e-9))
+
+
+def explain_seal(folder: RunFolder, cfg: RunConfig) -> list[str]:
+    """Say that the run's adapter is not what its last checkpoint holds: the files were changed behind the training."""
+    stored = folder.path / "adapter" / WEIGHTS
+    step = folder.read_json("status.json").get("step")
+    keeps_best = cfg.train.best_metric or cfg.train.early_stopping
+    last = next((path for path in list_checkpoints(folder.checkpoints) if path.name == f"checkpoint-{step}"), None)
+    if keeps_best or last is None or not is_marked(last) or not stored.is_file() or not (last / WEIGHTS).is_file():
+        return []
+    with suppress(OSError, SafetensorError), safe_open(stored, "pt") as a, safe_open(last / WEIGHTS, "pt") as b:
+        names = sorted(set(a.keys()) & set(b.keys()))
+        altered = [name for name in names if not is_close(a.get_tensor(name), b.get_tensor(name))]
+        if len(names) < len(list(a.keys())) or altered:
+            count = f"{len(altered)} of {len(names)} tensors have other values" if altered else "its keys are others"
+            return [f"adapter/ is not what the training left in {last.name}: {count}"]
+    return []

@@ -1,0 +1,378 @@
+"""`parity` agrees where what is served is what was trained, and names the fault where it is not."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import documents
+import pytest
+import torch
+from in_process import Finished, Inputs, train
+from lively import lively_model
+from safetensors.torch import load_file, save_file
+
+from sftplay import cli
+from sftplay.export.merge import merge
+
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers|missing adapter keys)")
+
+
+@pytest.fixture(scope="module")
+def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory, verbs_environment: None) -> Finished:
+    """A run that trains an adapter and the head, on a base whose answers depend on every token of the prompt."""
+    home = tmp_path_factory.mktemp("parity")
+    base = Path(shutil.copytree(inputs.model, home / "base"))
+    lively_model(base).save_pretrained(base)
+    lora = {"r": 4, "modules_to_save": ["lm_head"]}
+    done = train(home, Inputs(base, inputs.train, inputs.held_out), train__learning_rate=0.05, tuning__lora=lora)
+    merge(done.cfg, done.folder, out=done.folder.path / "merged")
+    return done
+
+
+@pytest.fixture
+def copied(run: Finished, tmp_path: Path) -> Callable[[str], Path]:
+    """Copies the run's merged/ or adapter/, to be spoilt."""
+    return lambda name: Path(shutil.copytree(run.folder.path / name, tmp_path / name))
+
+
+def ask(run: Finished, *words: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the document of the verb."""
+    with redirect_stdout(io.StringIO()) as out:
+        code = cli.main(
+            ["parity", "--run", str(run.folder.path), "--max-new-tokens", "12", "--n", "6", *words, "--json"]
+        )
+    content = json.loads(out.getvalue())
+    documents.check(content, "$defs/error" if "error" in content else "verbs/parity")
+    return code, content
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], file: str = WEIGHTS) -> None:
+    weights = load_file(folder / file)
+    change(weights)
+    save_file({name: value.contiguous() for name, value in weights.items()}, folder / file, {"format": "pt"})
+
+
+def change_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize("against", ["merged", "adapter"])
+def test_what_was_trained_is_what_plain_transformers_answers(run: Finished, against: str):
+    code, found = ask(run, "--against", against)
+    assert (code, found["verdict"], found["cause"]) == (0, "ok", None)
+    assert (found["n"], found["same_prompt_ids"], found["same_answer_ids"]) == (6, 6, 6)
+    assert found["max_logprob_diff"] < found["bound"] == 1e-4
+    assert found["adapter_changes_answers"] is True
+    kept = json.loads((run.folder.path / "parity.json").read_text())
+    documents.check(kept, "files/parity.json")
+    assert kept["results"][f"transformers-{against}"] == found
+
+
+def base_weights(run: Finished) -> dict[str, torch.Tensor]:
+    return load_file(Path(run.cfg.model.name) / WEIGHTS)
+
+
+def set_template(folder: Path, run: Finished) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> ", 1))
+
+
+def set_pre_tokenizer(folder: Path, run: Finished) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    digits = {"type": "Digits", "individual_digits": True}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, content["pre_tokenizer"]]}
+    merges = content["model"]["merges"]  # the tiny tokenizer has learned few digits: take some words' merges away
+    content["model"]["merges"] = merges[: len(merges) // 2]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def answer_as_base(folder: Path, run: Finished) -> None:
+    change_weights(folder, lambda weights: weights.update(base_weights(run)))
+
+
+def keep_old_head(folder: Path, run: Finished) -> None:
+    head = base_weights(run)["lm_head.weight"]
+    change_weights(folder, lambda weights: weights.update({"lm_head.weight": head}))
+
+
+def round_values(folder: Path, run: Finished) -> None:
+    change_weights(folder, lambda weights: weights.update({k: v.bfloat16().float() for k, v in weights.items()}))
+
+
+def save_as_bf16(folder: Path, run: Finished) -> None:
+    change_weights(folder, lambda weights: weights.update({k: v.bfloat16() for k, v in weights.items()}))
+    change_json(folder / "config.json", dtype="bfloat16")
+
+
+def say_bf16(folder: Path, run: Finished) -> None:
+    change_json(folder / "config.json", dtype="bfloat16")
+
+
+def permute(folder: Path, run: Finished) -> None:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if "q_proj" in name or "k_proj" in name]:
+            heads = len(weights[name]) // 8
+            order = weights[name].reshape(heads, 2, 4, -1).transpose(1, 2).reshape(weights[name].shape)
+            weights[name] = order
+
+    change_weights(folder, change)
+
+
+def swap_layers(folder: Path, run: Finished) -> None:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if "layers.0." in name]:
+            other = name.replace("layers.0.", "layers.1.")
+            weights[name], weights[other] = weights[other], weights[name]
+
+    change_weights(folder, change)
+
+
+def lose_tensor(folder: Path, run: Finished) -> None:
+    change_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+
+
+def cut_vocabulary(folder: Path, run: Finished) -> None:
+    ends = ("model.embed_tokens.weight", "lm_head.weight")
+    change_weights(folder, lambda weights: weights.update({name: weights[name][:380] for name in ends}))
+    change_json(folder / "config.json", vocab_size=380)
+
+
+def count_update_twice(folder: Path, run: Finished) -> None:
+    base = base_weights(run)
+    change_weights(folder, lambda weights: weights.update({k: 2 * v - base[k] for k, v in weights.items()}))
+
+
+def set_theta(folder: Path, run: Finished) -> None:
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    change_json(folder / "config.json", rope_parameters={**rope, "rope_theta": 500.0})
+
+
+def set_end(folder: Path, run: Finished) -> None:
+    change_json(folder / "config.json", eos_token_id=5)
+    change_json(folder / "generation_config.json", eos_token_id=5)
+
+
+def spoil_one_value(folder: Path, run: Finished) -> None:
+    change_weights(folder, lambda weights: weights["model.layers.1.mlp.down_proj.weight"][3, 4].add_(1.0))
+
+
+MERGED = {
+    set_template: "chat template differs at character",
+    set_pre_tokenizer: "tokenizer differs: of ",
+    answer_as_base: "is the base's, as it was before training",
+    keep_old_head: "the head is not the trained one: lm_head.weight is the base's",
+    round_values: "was rounded to bfloat16 and is stored as if it were exact",
+    save_as_bf16: "saved in the wrong precision: bfloat16, merge.json says the merge made float32",
+    say_bf16: "the weights are saved in float32, config.json says bfloat16",
+    permute: "rows in another order (permuted for another rotary embedding, or not permuted)",
+    swap_layers: "is the run's model.layers.1.",
+    lose_tensor: "1 weights are missing, model.layers.1.mlp.up_proj.weight",
+    cut_vocabulary: "vocab_size is 380, the run's 400",
+    count_update_twice: "holds 2 times the update of the training",
+    set_theta: "rope_parameters.rope_theta is 500.0, the run's 10000.0",
+    set_end: "ends answers at [5], training at 2",
+    spoil_one_value: "model.layers.1.mlp.down_proj.weight differs by up to 1 in 1 of 32 rows",
+}
+
+
+@pytest.mark.parametrize("plant", MERGED, ids=lambda plant: plant.__name__)
+def test_a_merged_model_that_is_not_the_trained_one_is_refused_with_its_fault(
+    plant: Callable[[Path, Finished], None], run: Finished, copied: Callable[[str], Path]
+):
+    folder = copied("merged")
+    plant(folder, run)
+    code, found = ask(run, "--served", str(folder))
+    assert (code, found["verdict"]) == (5, "differs")
+    assert MERGED[plant] in found["cause"]
+
+
+def set_prefix(folder: Path, run: Finished) -> None:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name in list(weights):
+            weights[name.replace("base_model.model.model.", "base_model.model.language_model.")] = weights.pop(name)
+
+    change_weights(folder, change, ADAPTER)
+
+
+def set_zeros(folder: Path, run: Finished) -> None:
+    change_weights(
+        folder, lambda weights: [value.zero_() for name, value in weights.items() if "lora_B" in name], ADAPTER
+    )
+
+
+def set_alpha(folder: Path, run: Finished) -> None:
+    change_json(folder / "adapter_config.json", lora_alpha=16)
+
+
+def set_scale_rule(folder: Path, run: Finished) -> None:
+    change_json(folder / "adapter_config.json", use_rslora=True)
+
+
+def set_other_values(folder: Path, run: Finished) -> None:
+    torch.manual_seed(1)
+    change_weights(
+        folder, lambda weights: [value.add_(torch.randn_like(value) * 0.1) for value in weights.values()], ADAPTER
+    )
+
+
+def lose_layer(folder: Path, run: Finished) -> None:
+    change_weights(
+        folder, lambda weights: [weights.pop(name) for name in list(weights) if "layers.1.mlp" in name], ADAPTER
+    )
+
+
+IN_ADAPTER = {
+    set_prefix: "keys match 1 of 15 modules; base_model.model.language_model.",
+    set_zeros: "the adapter is all zeros: none of its 14 lora_B",
+    set_alpha: "lora_alpha is 16, the run's 8",
+    set_scale_rule: "use_rslora is true, the run's false",
+    set_other_values: "it is another adapter than the run's: 29 of 29",
+    lose_layer: "keys match 12 of 15 modules",
+    set_template: "chat template differs at character",
+}
+
+
+@pytest.mark.parametrize("plant", IN_ADAPTER, ids=lambda plant: plant.__name__)
+def test_an_adapter_that_is_not_the_trained_one_is_refused_with_its_fault(
+    plant: Callable[[Path, Finished], None], run: Finished, copied: Callable[[str], Path]
+):
+    folder = copied("adapter")
+    plant(folder, run)
+    code, found = ask(run, "--served", str(folder))
+    assert (code, found["verdict"]) == (5, "differs")
+    assert IN_ADAPTER[plant] in found["cause"]
+
+
+@pytest.fixture
+def own_adapter(run: Finished) -> Iterator[Path]:
+    """The run's own adapter, put back behind the test."""
+    folder = run.folder.path / "adapter"
+    kept = Path(shutil.copytree(folder, folder.with_name("kept")))
+    yield folder
+    shutil.rmtree(folder)
+    kept.rename(folder)
+
+
+IN_PLACE = {**IN_ADAPTER, set_other_values: "adapter/ is not what the training left in checkpoint-4: 29 of 29 tensors"}
+del IN_PLACE[set_template]
+
+
+@pytest.mark.parametrize("plant", IN_PLACE, ids=lambda plant: plant.__name__)
+def test_a_fault_in_the_runs_own_adapter_is_seen_although_the_reference_has_it_too(
+    plant: Callable[[Path, Finished], None], run: Finished, own_adapter: Path
+):
+    plant(own_adapter, run)
+    code, found = ask(run, "--against", "adapter")
+    assert (code, found["verdict"]) == (5, "differs")
+    assert IN_PLACE[plant] in found["cause"]
+
+
+def test_another_template_in_the_run_itself_is_told_from_the_trained_one(run: Finished, own_adapter: Path):
+    set_template(own_adapter, run)  # headers in training and at inference are not the same any more
+    code, found = ask(run, "--against", "adapter")
+    assert code == 5
+    assert "is not the one of the training" in found["error"]["what"]
+    template = own_adapter / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_start|> ", "<|im_start|>") + "{# new #}")
+    code, found = ask(run, "--against", "adapter")
+    assert code == 5
+    assert "is not the one of the training" in found["cause"]
+
+
+def add_bos(folder: Path, run: Finished) -> None:
+    path = folder / "tokenizer.json"
+    first, text = {"SpecialToken": {"id": "<pad>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    special = {"<pad>": {"id": "<pad>", "ids": [0], "tokens": ["<pad>"]}}
+    single = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text], "special_tokens": special}
+    change_json(path, post_processor=single)
+
+
+def use_other_base(folder: Path, run: Finished) -> None:
+    base = Path(shutil.copytree(run.cfg.model.name, folder.with_name("other-base")))
+    change_weights(base, lambda weights: weights["model.layers.0.mlp.up_proj.weight"].mul_(1.5))
+    change_json(folder / "adapter_config.json", base_model_name_or_path=str(base))
+
+
+@pytest.mark.parametrize(
+    ("kind", "plant", "cause"),
+    [("merged", add_bos, "tokenizer differs: of 'Hello"), ("adapter", use_other_base, "its base is ")],
+)
+def test_another_tokenizer_rule_and_another_base_are_named(
+    kind: str, plant: Any, cause: str, run: Finished, copied: Callable[[str], Path]
+):
+    folder = copied(kind)
+    plant(folder, run)
+    code, found = ask(run, "--served", str(folder))
+    assert code == 5
+    assert cause in found["cause"]
+
+
+def test_a_tied_head_that_was_saved_apart_is_named(inputs: Inputs, tmp_path: Path):
+    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
+    model = lively_model(base)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(base)
+    done = train(tmp_path, Inputs(base, inputs.train, inputs.held_out), train__learning_rate=0.05)
+    merged = merge(done.cfg, done.folder, out=done.folder.path / "merged")
+    assert ask(done)[0] == 0
+    stale = load_file(merged / WEIGHTS)["model.embed_tokens.weight"] * 0.9
+    change_weights(merged, lambda weights: weights.update({"lm_head.weight": stale}))
+    change_json(merged / "config.json", tie_word_embeddings=False)
+    code, found = ask(done)
+    assert code == 5
+    assert "the head is not the trained one: lm_head.weight" in found["cause"]
+
+
+def test_a_base_that_is_served_is_told_from_the_adapter(run: Finished, copied: Callable[[str], Path]):
+    folder = copied("merged")
+    answer_as_base(folder, run)
+    _, found = ask(run, "--served", str(folder))
+    assert found["adapter_changes_answers"] is False
+    first = found["first_difference"]
+    assert first["wanted"] != first["found"]
+    assert first["position"] >= 0
+
+
+def test_a_training_that_changes_next_to_nothing_is_said_and_is_no_fault(inputs: Inputs, tmp_path: Path):
+    done = train(tmp_path, inputs, train__learning_rate=1e-9, train__max_steps=1)
+    code, found = ask(done, "--against", "adapter")
+    assert (code, found["verdict"], found["adapter_changes_answers"]) == (0, "ok", None)
+    assert any("the training itself moves no log-probability by more than" in note for note in found["notes"])
+
+
+def test_a_run_of_all_weights_is_held_against_its_model(inputs: Inputs, tmp_path: Path):
+    done = train(tmp_path, inputs, tuning__mode="full", train__learning_rate=0.01)
+    code, found = ask(done)
+    assert (code, found["against"], found["same_answer_ids"]) == (0, "merged", 6)
+    assert found["adapter_changes_answers"] is True
+
+
+def test_rows_of_a_file_are_asked(run: Finished, tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "the river walks"}\n{"messages": [{"role": "user", "content": "seven old boats"}]}\n')
+    code, found = ask(run, "--in", str(rows))
+    assert (code, found["n"], found["prompts"]) == (0, 2, str(rows))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "what"),
+    [
+        (["--against", "gguf"], 2, "does not serve a GGUF file"),
+        (["--served", "/nowhere"], 2, "is not there"),
+        (["--url", "http://127.0.0.1:9"], 3, "does not answer"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_held_against_a_run_is_refused(run: Finished, words: list[str], code: int, what: str):
+    with redirect_stdout(io.StringIO()) as out:
+        assert cli.main(["parity", "--run", str(run.folder.path), *words, "--json"]) == code
+    assert what in json.loads(out.getvalue())["error"]["what"]
