@@ -18,6 +18,7 @@ from typing import Literal
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export import gate
+from sftplay.export.vllm_command import ENVIRONMENT, vllm_command
 from sftplay.launch.command import Launch, offline_environment, quiet_environment
 from sftplay.launch.generation_server import answers
 from sftplay.machine.ports import HOST, free_port
@@ -74,18 +75,35 @@ def check_token() -> None:
         raise ConfigError(what, where=gate.TOKEN, fix="set it to letters, digits and signs, or unset it")
 
 
-def build_server(server: ServerKind, folder: Path, *, name: str, port: int, trusts_code: bool) -> Launch:
+def build_server(
+    server: ServerKind,
+    folder: Path,
+    *,
+    name: str,
+    port: int,
+    trusts_code: bool,
+    adapter: Path | None = None,
+    tokenizer: Path | None = None,
+    generation: Path | None = None,
+    max_model_len: int | None = None,
+    has_gpu: bool = False,
+    is_gated: bool = True,
+) -> Launch:
     """Return the command of a server for the model `name` in `folder`.
 
     `folder` is the model's own for vLLM; for transformers a hub cache (see `serve`), since its server lists hub names.
+    What follows `trusts_code` is for vLLM alone; see `vllm_command`, and what it raises.
     """
-    env = quiet_environment() | offline_environment() | {"HF_HUB_DISABLE_UPDATE_CHECK": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env = quiet_environment() | offline_environment() | {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}
     # The server has another working folder, and the kit may not be installed.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     flags = ["--host", HOST, "--port", str(port), *(["--trust-remote-code"] if trusts_code else [])]
     if server == "vllm":
-        module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", name]
-        return Launch((sys.executable, "-P", *module, *flags, "--middleware", f"{gate.__name__}.Gate"), env)
+        command = vllm_command(
+            folder, name=name, adapter=adapter, tokenizer=tokenizer, generation=generation,
+            max_model_len=max_model_len, has_gpu=has_gpu, is_gated=is_gated,
+        )  # fmt: skip
+        return Launch((*command, *flags), env | ENVIRONMENT)
     # -P: do not import from the working folder.
     module = ["-m", "sftplay.export.chat_server", name]
     return Launch((sys.executable, "-P", *module, *flags), env | {"HF_HUB_CACHE": str(folder)})

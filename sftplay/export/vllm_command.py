@@ -1,0 +1,119 @@
+"""Build the command of vLLM's server for a model folder, or for a base with an adapter that is not merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sftplay.atomic import read_object
+from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.gpu import ram_free_bytes
+from sftplay.places import find_vllm_python
+
+MODULE = "vllm.entrypoints.launchers.api_server.entry"
+"""The server without `vllm serve`, whose other commands make a start longer (vLLM 0.31)."""
+
+GATE = "sftplay.export.gate.Gate"
+
+BASE = "-base"
+"""Ends the name of the base next to an adapter; vLLM needs a name for it."""
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of --max-lora-rank (vLLM 0.31, config/lora.py, `MaxLoRARanks`)."""
+
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_API_KEY": "",  # the gate asks for the kit's own token
+    "VLLM_SERVER_DEV_MODE": "0",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "False",
+}
+"""Nothing is reported, and no variable of the user opens more of vLLM."""
+
+CACHE_SHARE, CACHE_BYTES = 0.25, 4 * 2**30
+"""Of the memory that is free on a machine without a GPU, what the cache of keys and values takes, and at most."""
+
+
+def vllm_command(
+    folder: Path,
+    *,
+    name: str,
+    adapter: Path | None = None,
+    tokenizer: Path | None = None,
+    generation: Path | None = None,
+    max_model_len: int | None = None,
+    has_gpu: bool = False,
+    is_gated: bool = True,
+) -> list[str]:
+    """Return the command that serves the model in `folder` as `name`, up to where it listens.
+
+    With `adapter`, that adapter on the base in `folder` answers as `name`, and the base as `name` + BASE. `tokenizer`
+    is a folder with tokenizer and chat template, `generation` one with generation_config.json; None takes the model's.
+    `is_gated` False leaves every endpoint of vLLM open.
+
+    Raises:
+        ConfigError: vLLM cannot serve such an adapter without a merge.
+        MachineError: there is no environment with vLLM.
+    """
+    python = find_vllm_python()
+    if python is None:
+        raise MachineError("vLLM is not installed", where=".venv-vllm", fix="make install-vllm")
+    words_from = tokenizer or folder
+    served = ["--served-model-name", name]
+    if adapter:
+        rank = next(rank for rank in RANKS if rank >= find_lora_rank(adapter))
+        served = ["--served-model-name", name + BASE, "--enable-lora", "--lora-modules", f"{name}={adapter}"]
+        served += ["--max-lora-rank", str(rank)]
+    served += ["--tokenizer", str(words_from), "--generation-config", str(generation or folder)]
+    template = words_from / "chat_template.jinja"
+    served += ["--chat-template", str(template)] if template.is_file() else []
+    served += ["--max-model-len", str(max_model_len)] if max_model_len else []
+    served += ["--dtype", find_dtype(folder, has_gpu=has_gpu)]
+    served += [] if has_gpu else ["--enforce-eager", "--kv-cache-memory-bytes", str(find_cache_bytes())]
+    served += ["--middleware", GATE] if is_gated else []
+    # -P: do not import from the working folder.
+    return [str(python), "-P", "-m", MODULE, "--model", str(folder), *served]
+
+
+def find_lora_rank(adapter: Path) -> int:
+    """Return the adapter's rank. Raise ConfigError where vLLM would serve it wrongly, or not at all."""
+    config = read_object(adapter / "adapter_config.json")
+    unsupported = {
+        "use_dora": "it is a DoRA",
+        "modules_to_save": "modules are trained in full beside it",
+        "trainable_token_indices": "it trains rows of new tokens",
+        "rank_pattern": "its layers have several ranks",
+        "alpha_pattern": "its layers have several scales",
+        "lora_bias": "it has biases",
+    }
+    found = [why for key, why in unsupported.items() if config.get(key)]
+    found += ["it has biases"] if config.get("bias", "none") != "none" else []
+    rank = config.get("r", 0)
+    found += [f"its rank is {rank}"] if not 0 < rank <= RANKS[-1] else []
+    if found:
+        what = f"vLLM cannot serve this adapter beside its base: {', '.join(found)}"
+        raise ConfigError(what, where=str(adapter), fix="leave --weights out: the merged model is served")
+    return int(rank)
+
+
+def find_dtype(folder: Path, *, has_gpu: bool) -> str:
+    """Return the dtype of the model in `folder`; float32 on a CPU without bf16, which would compute it in software."""
+    config = read_object(folder / "config.json")
+    text = config.get("text_config") or {}
+    stored = next((part[key] for part in (config, text) for key in ("dtype", "torch_dtype") if part.get(key)), None)
+    if not has_gpu and not cpu_has_bf16():
+        return "float32"
+    return str(stored) if stored in ("float32", "float16", "bfloat16") else "auto"
+
+
+def cpu_has_bf16() -> bool:
+    """Return whether this machine's CPU computes bf16 itself."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(text.split())
+
+
+def find_cache_bytes() -> int:
+    """Return the size of the cache of keys and values on a machine without a GPU."""
+    return min(CACHE_BYTES, int(ram_free_bytes() * CACHE_SHARE))
