@@ -209,7 +209,14 @@ FLAGS: dict[str, Flags] = {
             _number("a port", int, holds=lambda value: value <= 65535),
             default=8000,
         ),
-        "--server": _flag(choices=["auto", "transformers", "vllm"], default="auto"),
+        "--engine": _flag(
+            "what answers; auto takes vLLM if it is installed",
+            choices=["auto", "transformers", "vllm"],
+            default="auto",
+        ),
+        "--weights": _flag(
+            "merged, or (vLLM) the adapter on its base", choices=["merged", "adapter"], default="merged"
+        ),
     },
     "compare": {
         "--a": _flag("name or folder of a run", PATH, required=True),
