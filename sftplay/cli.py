@@ -214,6 +214,12 @@ FLAGS: dict[str, Flags] = {
             choices=["auto", "transformers", "vllm"],
             default="auto",
         ),
+        "--server": _flag(
+            "another name of --engine",
+            choices=["auto", "transformers", "vllm"],
+            dest="engine",
+            default=argparse.SUPPRESS,
+        ),
         "--weights": _flag(
             "merged, or (vLLM) the adapter on its base", choices=["merged", "adapter"], default="merged"
         ),

@@ -1,4 +1,4 @@
-"""Builds `.venv`, `.venv-unsloth` or `.venv-vllm` from the pinned locks by uv or pip, and announces the cost first. It needs Python.
+"""Builds `.venv`, `.venv-unsloth` or `.venv-vllm` from pinned locks by uv or pip; says the cost first. It needs Python.
 
 make runs it with the user's Python. Old versions must be able to import it, because it is what refuses them.
 """
@@ -38,7 +38,7 @@ UNKNOWN_SIZE = "0.4 to 3.2 GB to fetch, up to 7 GB on disk, as the index's build
 2.73; torch 2.7.1, which came with CUDA 12.6, 3.0; the CPU build 0.19; on macOS 0.11. The 1.4 GB are measured."""
 
 VLLM_VERSION = "0.31.0"
-VLLM_SIZES = {True: "2.0 GB", False: "SIZE_GPU"}
+VLLM_SIZES = {True: "0.8 GB to fetch, 2.2 GB on disk", False: "4.0 GB to fetch, up to 12 GB on disk"}
 """For the build for CPUs, measured; for GPUs, the sum of the wheels and a guess of what they take on disk."""
 
 LOCK = Path("requirements.lock")

@@ -39,9 +39,9 @@ def serve(
 ) -> int:
     """Serve the run until a signal stops it; return the exit code.
 
-    An adapter is merged once, into `merged/`; vLLM can also serve it on its base, `weights` adapter. Clients ask for the
-    model by the run's name. As with OpenAI's own service, an answer is sampled at the temperature the client asks for, 1
-    if it asks for none; `temperature: 0` gives the greedy answer.
+    An adapter is merged once, into `merged/`; by `weights` adapter vLLM serves it on its base. Clients ask for the
+    model by the run's name. As with OpenAI's own service, an answer is sampled at the temperature the client asks for,
+    1 if it asks for none; `temperature: 0` gives the greedy answer.
 
     Raises:
         ConfigError: the run has no result, `merged/` was made from another adapter, or the adapter has to be merged.

@@ -19,7 +19,7 @@ from typing import Literal
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export import gate
-from sftplay.export.vllm_command import ENVIRONMENT, find_python, vllm_command
+from sftplay.export.vllm_command import ENVIRONMENT, find_python, small_machine_environment, vllm_command
 from sftplay.launch.command import Launch, offline_environment, quiet_environment
 from sftplay.launch.generation_server import answers
 from sftplay.machine.ports import HOST, free_port
@@ -101,7 +101,8 @@ def build_server(
             folder, name=name, adapter=adapter, tokenizer=tokenizer, generation=generation,
             max_model_len=max_model_len, has_gpu=has_gpu, is_gated=is_gated,
         )  # fmt: skip
-        return Launch((*command, *flags), env | ENVIRONMENT | {gate.SERVED: name})
+        env |= ENVIRONMENT | {gate.SERVED: name} | ({} if has_gpu else small_machine_environment())
+        return Launch((*command, *flags), env)
     # -P: do not import from the working folder.
     module = ["-m", "sftplay.export.chat_server", name]
     return Launch((sys.executable, "-P", *module, *flags), env | {"HF_HUB_CACHE": str(folder)})
