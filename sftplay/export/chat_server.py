@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sftplay.export.gate import App, AsgiMessage, Gate, Receive, RefusedRequest, Send, replay, send_json
+from sftplay.export.gate import App, AsgiMessage, Gate, Receive, RefusedRequest, Send, replay, send_json, send_models
 
 LEAST_TEMPERATURE = 0.001
 """Scores are divided by it in half precision; a smaller one gives infinities."""
@@ -207,8 +207,7 @@ class ChatApp:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         path = scope.get("path")
         if path == "/v1/models":
-            model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "sft-play"}
-            await send_json({"object": "list", "data": [model]}, send)
+            await send_models(self.name, self.started, send)
         elif path == "/v1/chat/completions":
             try:
                 request, body = await asyncio.to_thread(self.read, (await receive())["body"])

@@ -9,6 +9,7 @@ import hmac
 import json
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -20,6 +21,9 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 TOKEN = "SFTPLAY_SERVE_TOKEN"
 """The environment variable with the token that clients must send; without it no token is needed."""
+
+SERVED = "SFTPLAY_SERVED_NAME"
+"""The environment variable with the only model that is listed. vLLM's own list begins with an adapter's base."""
 
 HOSTS = ("127.0.0.1", "localhost")
 """Names under which a client on this machine asks. A page of another name that resolves to here is refused."""
@@ -48,6 +52,7 @@ class Gate:
     def __init__(self, app: App) -> None:
         self.app = app
         self.token = os.environ.get(TOKEN, "")
+        self.name, self.started = os.environ.get(SERVED, ""), int(time.time())
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -65,7 +70,10 @@ class Gate:
         except RefusedRequest as refusal:
             await refusal.answer(send)
         else:
-            await self.app(scope, replay(body, receive), send)
+            if self.name and scope["path"] == "/v1/models":
+                await send_models(self.name, self.started, send)
+            else:
+                await self.app(scope, replay(body, receive), send)
 
     def _check(self, scope: Mapping[str, Any], headers: Mapping[str, list[str]]) -> None:
         path, hosts = scope["path"], headers.get("host", [])
@@ -109,6 +117,12 @@ async def send_json(content: Any, send: Send, *, status: int = 200) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def send_models(name: str, created: int, send: Send) -> None:
+    """Answer with the list of one model."""
+    model = {"id": name, "object": "model", "created": created, "owned_by": "sft-play"}
+    await send_json({"object": "list", "data": [model]}, send)
 
 
 async def _read_body(receive: Receive, headers: Mapping[str, list[str]]) -> bytes:

@@ -9,40 +9,83 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from transformers import GenerationConfig
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.errors import ConfigError
-from sftplay.export.merge import RECORD, adapter_digest, find_adapter, merge
+from sftplay.errors import ConfigError, MachineError
+from sftplay.export.merge import RECORD, adapter_digest, find_adapter, find_base_file, merge
 from sftplay.export.server import ServerKind, build_server, choose_port, run_server
+from sftplay.export.vllm_command import find_lora_rank
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 
 GENERATION = "generation_config.json"
 
 
-def serve(cfg: RunConfig, folder: RunFolder, *, server: ServerKind, port: int) -> int:
-    """Serve the run until a signal stops it; return the exit code. An adapter is merged once, into `merged/`.
+Weights = Literal["merged", "adapter"]
 
-    Clients ask for the model by the run's name. As with OpenAI's own service, an answer is sampled at the
-    temperature the client asks for, 1 if it asks for none; `temperature: 0` gives the greedy answer.
+
+def serve(
+    cfg: RunConfig,
+    folder: RunFolder,
+    *,
+    server: ServerKind,
+    port: int,
+    weights: Weights = "merged",
+    has_gpu: bool = False,
+) -> int:
+    """Serve the run until a signal stops it; return the exit code.
+
+    An adapter is merged once, into `merged/`; by `weights` adapter vLLM serves it on its base. Clients ask for the
+    model by the run's name. As with OpenAI's own service, an answer is sampled at the temperature the client asks for,
+    1 if it asks for none; `temperature: 0` gives the greedy answer.
 
     Raises:
-        ConfigError: the run has no result, or `merged/` was made from another adapter.
-        MachineError: the port is taken, or the merged model cannot be made.
+        ConfigError: the run has no result, `merged/` was made from another adapter, or the adapter has to be merged.
+        MachineError: the port is taken, the merged model cannot be made, or the base is not on this machine.
         RunError: the server ended by itself.
     """
     port = choose_port(port)
-    model = whole_model(cfg, folder)
+    adapter = find_adapter(cfg, folder) if weights == "adapter" else None
+    if adapter:
+        find_lora_rank(adapter)
+    model = base_folder(cfg, folder) if adapter else whole_model(cfg, folder)
     name = served_name(folder)
-    with tempfile.TemporaryDirectory(prefix="sftplay-serve-") as cache:
-        snapshot = make_hub_cache(Path(cache), model, config=server_config(cfg, model), name=name)
-        log.say(f"starting the server ({server}); its own lines go to {folder.logs / 'serve.log'}", "serve")
-        where = snapshot if server == "vllm" else Path(cache)
-        launch = build_server(server, where, name=name, port=port, trusts_code=cfg.model.trust_remote_code)
-        return run_server(launch, name, port=port, cwd=Path(cache), log_file=(folder.logs / "serve.log").resolve())
+    log_file = (folder.logs / "serve.log").resolve()
+    with tempfile.TemporaryDirectory(prefix="sftplay-serve-") as scratch:
+        words = adapter or model
+        config, where = server_config(cfg, model, words=words), Path(scratch)
+        if server == "vllm":
+            config.save_pretrained(where)
+            launch = build_server(
+                server, model, name=name, port=port, trusts_code=cfg.model.trust_remote_code, adapter=adapter,
+                tokenizer=words, generation=where, has_gpu=has_gpu,
+            )  # fmt: skip
+            wait = "; its start takes a minute"
+        else:
+            make_hub_cache(where, model, config=config, name=name)
+            launch = build_server(server, where, name=name, port=port, trusts_code=cfg.model.trust_remote_code)
+            wait = ""
+        log.say(f"starting the server ({server}){wait}; its own lines go to {folder.logs / 'serve.log'}", "serve")
+        return run_server(launch, name, port=port, cwd=where, log_file=log_file)
+
+
+def base_folder(cfg: RunConfig, folder: RunFolder) -> Path:
+    """Return the folder of the base on this machine, never in 4 bits. Raise MachineError where it is not here, or only
+    as a pickle.
+    """
+    config = find_base_file(cfg, folder, name="config.json")
+    if config is None or not any(config.parent.glob("*.safetensors")):
+        what = "the base's weights are not on this machine as safetensors"
+        fix = "`make download-model` fetches them; or leave --weights out, and the merged model is served"
+        raise MachineError(what, where=cfg.model.name, fix=fix)
+    if cfg.tuning.mode == "qlora":
+        text = "note: trained on the base in 4 bits; the adapter is served on the base in full precision, as a merge is"
+        log.say(text, "serve")
+    return config.parent
 
 
 def whole_model(cfg: RunConfig, folder: RunFolder) -> Path:
@@ -75,14 +118,15 @@ def served_name(folder: RunFolder) -> str:
     return name or "run"
 
 
-def server_config(cfg: RunConfig, model: Path) -> GenerationConfig:
+def server_config(cfg: RunConfig, model: Path, *, words: Path | None = None) -> GenerationConfig:
     """Return the model's generation config for a server: training's end tokens, and sampling unless a client sends 0.
+    `words` is the folder of the tokenizer, None for the model's.
 
     A model with its own sampling settings keeps them. transformers' server changes the temperature of a config but
     never switches sampling on (5.17, `BaseHandler._build_generation_config`).
     """
     config = GenerationConfig.from_pretrained(model) if (model / GENERATION).is_file() else GenerationConfig()
-    set_end_tokens(config, load_tokenizer(cfg.model, str(model)))
+    set_end_tokens(config, load_tokenizer(cfg.model, str(words or model)))
     if not config.do_sample:
         config.do_sample, config.temperature, config.top_p, config.top_k = True, 1.0, 1.0, 0
     return config

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Literal
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export import gate
-from sftplay.export.vllm_command import ENVIRONMENT, vllm_command
+from sftplay.export.vllm_command import ENVIRONMENT, find_python, small_machine_environment, vllm_command
 from sftplay.launch.command import Launch, offline_environment, quiet_environment
 from sftplay.launch.generation_server import answers
 from sftplay.machine.ports import HOST, free_port
@@ -27,8 +28,8 @@ from sftplay.signals import Forwarder, popen_tied
 
 ServerKind = Literal["transformers", "vllm"]
 
-NEEDS: dict[ServerKind, tuple[str, ...]] = {"transformers": ("fastapi", "uvicorn", "openai"), "vllm": ("vllm",)}
-"""Packages that each server needs in addition to the kit's (transformers 5.17: `is_serve_available`)."""
+NEEDS = ("fastapi", "uvicorn", "openai")
+"""Packages that transformers' server needs in addition to the kit's (5.17, `is_serve_available`)."""
 
 START_S = 600.0
 """Reading a large model takes minutes. A failing server ends by itself, which is noticed at once."""
@@ -37,22 +38,19 @@ STOP_S = 10.0
 """Seconds for which an unfinished answer keeps the server alive."""
 
 
-def choose_server(choice: ServerKind | Literal["auto"], *, has_gpu: bool) -> tuple[ServerKind, str]:
-    """Return the server to use and the reason; auto takes vLLM if it is installed and there is a GPU. Raise
-    MachineError where a package it needs is not installed.
+def choose_server(choice: ServerKind | Literal["auto"]) -> tuple[ServerKind, str]:
+    """Return the server to use and the reason; auto takes vLLM where it is installed. Raise MachineError where what the
+    server needs is not installed.
     """
-    if choice != "auto":
-        server, reason = choice, "asked for"
-    elif find_spec("vllm") is None:
-        server, reason = "transformers", "vLLM is not installed"
-    elif not has_gpu:
-        server, reason = "transformers", "vLLM is installed, but there is no GPU"
-    else:
-        server, reason = "vllm", "installed, and there is a GPU"
-    if missing := [name for name in NEEDS[server] if find_spec(name) is None]:
-        fix = f"{sys.executable} -m pip install vllm==0.31.0" if server == "vllm" else "make install EXTRAS=serve"
-        raise MachineError(f"serving by {server} needs {', '.join(missing)}", where=sys.prefix, fix=fix)
-    return server, reason
+    has_vllm = find_python() is not None
+    if choice == "vllm" and not has_vllm:
+        raise MachineError("vLLM is not installed", where=".venv-vllm", fix="make install-vllm")
+    if choice == "vllm" or (choice == "auto" and has_vllm):
+        return "vllm", "asked for" if choice == "vllm" else "it is installed"
+    if missing := [name for name in NEEDS if find_spec(name) is None]:
+        fix = "make install EXTRAS=serve"
+        raise MachineError(f"serving by transformers needs {', '.join(missing)}", where=sys.prefix, fix=fix)
+    return "transformers", "asked for" if choice != "auto" else "vLLM is not installed (make install-vllm)"
 
 
 def choose_port(port: int) -> int:
@@ -103,7 +101,8 @@ def build_server(
             folder, name=name, adapter=adapter, tokenizer=tokenizer, generation=generation,
             max_model_len=max_model_len, has_gpu=has_gpu, is_gated=is_gated,
         )  # fmt: skip
-        return Launch((*command, *flags), env | ENVIRONMENT)
+        env |= ENVIRONMENT | {gate.SERVED: name} | ({} if has_gpu else small_machine_environment())
+        return Launch((*command, *flags), env)
     # -P: do not import from the working folder.
     module = ["-m", "sftplay.export.chat_server", name]
     return Launch((sys.executable, "-P", *module, *flags), env | {"HF_HUB_CACHE": str(folder)})
@@ -134,11 +133,15 @@ def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Pat
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):  # vLLM's engine and workers are in its session
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if not stopper.received:
-        lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-        what = "\n".join([f"the server ended with code {process.returncode}:", *(f"  {line}" for line in lines)])
+        lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+        # vLLM ends with what its outermost process says of the engine's end.
+        cause = [line for line in lines[:-15] if re.search(r"\b[A-Z]\w*(Error|Exception): ", line)][:1]
+        shown = [f"  {line}" for line in cause + lines[-15:]]
+        what = "\n".join([f"the server ended with code {process.returncode}:", *shown])
         raise RunError(what, where=str(log_file), fix="read that log")
     log.say("stopped", "serve")
     return 128 + stopper.received[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import SUPPRESS
+
 from sftplay.flags import (
     PATH,
     RUN,
@@ -49,7 +51,13 @@ FLAGS: dict[str, Flags] = {
             number("a port", int, holds=lambda value: value <= 65535),
             default=8000,
         ),
-        "--server": flag(choices=["auto", "transformers", "vllm"], default="auto"),
+        "--engine": flag(
+            "what answers; auto takes vLLM if it is installed", choices=["auto", "transformers", "vllm"], default="auto"
+        ),
+        "--server": flag(
+            "another name of --engine", choices=["auto", "transformers", "vllm"], dest="engine", default=SUPPRESS
+        ),
+        "--weights": flag("merged, or (vLLM) the adapter on its base", choices=["merged", "adapter"], default="merged"),
     },
     "compare": {
         "--a": flag("name or folder of a run", PATH, required=True),

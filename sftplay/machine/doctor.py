@@ -22,7 +22,7 @@ from sftplay.machine.gpu_info import holders, label
 from sftplay.machine.ports import HOST, RENDEZVOUS_PORT, bound_port
 from sftplay.machine.probe import Machine, ask_torch, compiler_remedy, find_compiler_problem
 from sftplay.machine.releases import installed_version
-from sftplay.places import cache_root
+from sftplay.places import ROOT, cache_root, find_vllm_python
 from sftplay.units import GIB, format_bytes
 
 Level = Literal["ok", "warn", "stop"]
@@ -205,6 +205,15 @@ def check_libraries(machine: Machine) -> list[CheckResult]:
             fix = f"pip install '{name}{limit}', or use tuning.backend: bnb"
             results.append(CheckResult("warn", "versions", what, fix))
     return results or [CheckResult("ok", "versions", "all libraries are installed and fit together")]
+
+
+def check_vllm() -> list[CheckResult]:
+    """Whether `make serve` answers by vLLM, and whether that environment was finished."""
+    if find_vllm_python():
+        return [CheckResult("ok", "serve", "vLLM is installed in .venv-vllm; `make serve` answers by it")]
+    if (ROOT / ".venv-vllm/.stamp").exists():
+        return [CheckResult("warn", "serve", "the install of .venv-vllm has not ended", "make install-vllm")]
+    return [CheckResult("ok", "serve", "by transformers; `make install-vllm` brings vLLM, in its own environment")]
 
 
 def check_torch(answer: dict[str, Any], machine: Machine) -> list[CheckResult]:
@@ -500,5 +509,5 @@ def diagnose(machine: Machine, needs: RunNeeds, *, is_fast: bool = False) -> lis
     results += check_memory(machine)
     results += check_disk(needs.output, needs.checkpoint_bytes, kept=needs.checkpoints_kept)
     results += [*check_shared_memory(machine), *check_ports(), *check_limits()]
-    results += [*check_environment(machine), *check_builds()]
+    results += [*check_environment(machine), *check_builds(), *check_vllm()]
     return results + check_hub(needs.hub_model, is_fast=is_fast)

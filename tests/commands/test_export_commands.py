@@ -125,7 +125,9 @@ def test_export_says_where_it_is_and_stands_alone(run: Finished, call: Any, tmp_
         ("export", ["--out", "{run}/adapter"], "exists already"),
         ("serve", ["--port", "70000"], "not a port: '70000'"),
         ("serve", ["--port", "-1"], "not a port: '-1'"),
+        ("serve", ["--engine", "ollama"], "argument --engine: invalid choice: 'ollama'"),
         ("serve", ["--server", "ollama"], "argument --server: invalid choice: 'ollama'"),
+        ("serve", ["--weights", "gguf"], "argument --weights: invalid choice: 'gguf'"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_2(
@@ -151,10 +153,26 @@ def test_a_run_without_a_result_is_refused(verb: str, run: Finished, call: Any, 
 
 def test_serve_without_its_packages_names_the_command_that_brings_them(call: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server, "find_spec", lambda name: None)
-    code, _, err = call("serve")
+    code, _, err = call("serve", "--engine", "transformers")
     assert code == 3
     assert "needs fastapi, uvicorn, openai" in err
     assert "fix: make install EXTRAS=serve" in err
+
+
+def test_serve_by_vllm_without_it_names_the_command_that_brings_it(call: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server, "find_python", lambda: None)
+    code, _, err = call("serve", "--engine", "vllm")
+    assert code == 3
+    assert "vLLM is not installed" in err
+    assert "fix: make install-vllm" in err
+
+
+def test_an_adapter_on_its_base_is_refused_by_transformers_server(call: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server, "find_spec", lambda name: True)
+    code, out, err = call("serve", "--engine", "transformers", "--weights", "adapter")
+    assert code == 2
+    assert "transformers' server takes no adapter" in err
+    assert "loading libraries" not in out
 
 
 def test_serve_on_a_port_in_use_is_refused_before_anything_is_loaded(call: Any, monkeypatch: pytest.MonkeyPatch):

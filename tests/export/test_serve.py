@@ -30,6 +30,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from sftplay.errors import ConfigError, RunError
 from sftplay.export import server as serving
+from sftplay.export import vllm_command
 from sftplay.export.gate import TOKEN
 from sftplay.export.serve import make_hub_cache, served_name, server_config, whole_model
 from sftplay.export.server import build_server, choose_port, choose_server, run_server
@@ -46,7 +47,7 @@ CHAT = [
     {"role": "assistant", "content": "salt"},
     {"role": "user", "content": "and then"},
 ]
-LACKING = [name for name in serving.NEEDS["transformers"] if find_spec(name) is None]
+LACKING = [name for name in serving.NEEDS if find_spec(name) is None]
 needs_server = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}: make install EXTRAS=serve")
 
 SERVE = """
@@ -250,37 +251,113 @@ def test_a_server_that_ends_by_itself_is_an_error_with_its_last_words(tmp_path: 
     assert "ended with code 1" in caught.value.what
 
 
+def test_the_error_of_a_server_that_ends_by_itself_begins_with_the_cause(tmp_path: Path):
+    # vLLM: the engine's error stands far above what the outermost process says at its end.
+    code = "import sys; print('ValueError: heads of 8'); [print('line', n) for n in range(40)]; sys.exit(1)"
+    launch = Launch((sys.executable, "-c", code), {})
+    with pytest.raises(RunError) as caught:
+        run_server(launch, "x", port=free_port(0), cwd=tmp_path, log_file=tmp_path / "serve.log")
+    shown = caught.value.what.splitlines()
+    assert (shown[1].strip(), shown[-1].strip(), len(shown)) == ("ValueError: heads of 8", "line 39", 17)
+
+
 def having(*installed: str) -> Any:
     return lambda name: name if name in installed else None
 
 
 @pytest.mark.parametrize(
-    ("choice", "installed", "has_gpu", "server"),
+    ("choice", "installed", "python", "server"),
     [
-        ("auto", ("fastapi", "uvicorn", "openai"), True, "transformers"),
-        ("auto", ("fastapi", "uvicorn", "openai", "vllm"), False, "transformers"),
-        ("auto", ("vllm",), True, "vllm"),
-        ("vllm", ("vllm",), False, "vllm"),
+        ("auto", ("fastapi", "uvicorn", "openai"), None, "transformers"),
+        ("auto", (), "vllm/bin/python", "vllm"),
+        ("vllm", (), "vllm/bin/python", "vllm"),
+        ("transformers", ("fastapi", "uvicorn", "openai"), "vllm/bin/python", "transformers"),
     ],
 )
-def test_auto_takes_vllm_only_where_it_can_work(
-    choice: Any, installed: Any, has_gpu: bool, server: str, monkeypatch: pytest.MonkeyPatch
+def test_auto_takes_vllm_where_it_is_installed(
+    choice: Any, installed: Any, python: Any, server: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(serving, "find_spec", having(*installed))
-    assert choose_server(choice, has_gpu=has_gpu)[0] == server
+    monkeypatch.setattr(serving, "find_python", lambda: python)
+    assert choose_server(choice)[0] == server
+
+
+@pytest.fixture
+def vllm_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment with vLLM, in which nothing runs."""
+    monkeypatch.setattr(vllm_command, "find_python", lambda: tmp_path / "python")
+    return tmp_path / "python"
 
 
 @pytest.mark.parametrize("server", ["transformers", "vllm"])
-def test_command_binds_to_this_machine_and_runs_a_models_code_only_if_told(server: Any, tmp_path: Path):
+def test_command_binds_to_this_machine_and_runs_a_models_code_only_if_told(
+    server: Any, tmp_path: Path, vllm_python: Path
+):
     launch = build_server(server, tmp_path, name="x", port=8123, trusts_code=False)
     words = " ".join(launch.argv)
     assert f"--host {HOST} --port 8123" in words
     assert "trust" not in words
     assert "--trust-remote-code" in build_server(server, tmp_path, name="x", port=8123, trusts_code=True).argv
     assert ("--middleware sftplay.export.gate.Gate" in words) == (server == "vllm")
+    assert (launch.argv[0] == str(vllm_python)) == (server == "vllm")
     assert launch.env["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
     assert launch.env["HF_HUB_OFFLINE"] == "1"
     assert str(tmp_path) in (launch.env["HF_HUB_CACHE"] if server == "transformers" else words)
+
+
+def adapter_with(tmp_path: Path, **config: Any) -> Path:
+    (tmp_path / "adapter").mkdir(exist_ok=True)
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"r": 16, "bias": "none", **config}))
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(("rank", "taken"), [(1, 1), (4, 8), (16, 16), (48, 64), (512, 512)])
+def test_an_adapter_gets_the_next_rank_that_vllm_takes_and_the_runs_name(
+    rank: int, taken: int, tmp_path: Path, vllm_python: Path
+):
+    adapter = adapter_with(tmp_path, r=rank)
+    argv = build_server("vllm", tmp_path, name="x", port=1, trusts_code=False, adapter=adapter, tokenizer=adapter).argv
+    assert argv[argv.index("--max-lora-rank") + 1] == str(taken)
+    assert f"x={adapter}" in argv
+    assert argv[argv.index("--served-model-name") + 1] == "x-base"
+    assert argv[argv.index("--tokenizer") + 1] == str(adapter)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "modules that were trained in full"),
+        ({"trainable_token_indices": {"embed_tokens": [768]}}, "rows of new tokens"),
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "biases"),
+        ({"rank_pattern": {"q_proj": 2}}, "several ranks"),
+        ({"r": 600}, "its rank is 600"),
+    ],
+)
+def test_an_adapter_that_vllm_would_serve_wrongly_is_refused_with_the_remedy(
+    config: dict[str, Any], why: str, tmp_path: Path, vllm_python: Path
+):
+    with pytest.raises(ConfigError, match=why) as caught:
+        build_server("vllm", tmp_path, name="x", port=1, trusts_code=False, adapter=adapter_with(tmp_path, **config))
+    assert "merged" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("stored", "has_gpu", "has_bf16", "taken"),
+    [
+        ("bfloat16", True, False, "bfloat16"),
+        ("bfloat16", False, True, "bfloat16"),
+        ("bfloat16", False, False, "float32"),
+        ("float32", True, True, "float32"),  # vLLM's auto would round it
+        (None, True, True, "auto"),
+    ],
+)
+def test_weights_keep_their_dtype_where_the_machine_computes_it(
+    stored: str | None, has_gpu: bool, has_bf16: bool, taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(vllm_command, "cpu_has_bf16", lambda: has_bf16)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"dtype": stored}}))
+    assert vllm_command.find_dtype(tmp_path, has_gpu=has_gpu) == taken
 
 
 @pytest.mark.parametrize(
