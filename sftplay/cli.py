@@ -247,7 +247,9 @@ FLAGS: dict[str, Flags] = {
     },
     "parity": {
         **_RUN,
-        "--engine": _flag("what serves the model", choices=["transformers", "vllm", "llama.cpp"], default="transformers"),
+        "--engine": _flag(
+            "what serves the model", choices=["transformers", "vllm", "llama.cpp"], default="transformers"
+        ),
         "--against": _flag("what of the run is served", choices=["merged", "adapter", "gguf"]),
         "--served": _flag("another folder or GGUF file than the run's own", PATH),
         "--in": _flag("rows to ask instead of the held-out ones", PATH, dest="input", default=""),

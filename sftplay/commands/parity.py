@@ -37,8 +37,8 @@ def parity(args: Namespace) -> int:
     try:
         _, renderer = load_renderer(cfg, folder)
     except DataError as error:
-        from sftplay.parity.causes import explain_trained_template
         from sftplay.model.tokenizer import load_tokenizer
+        from sftplay.parity.causes import explain_trained_template
 
         template = load_tokenizer(cfg.model, str(folder.result)).chat_template
         if changed := explain_trained_template(template, folder):

@@ -27,7 +27,7 @@ from sftplay.parity.client import Server, find_server
 from sftplay.parity.compare import BOUNDS, Comparison, compare, find_change
 from sftplay.parity.engine import EngineReply, Question
 from sftplay.parity.questions import choose_questions
-from sftplay.parity.reference import Reference, Scores
+from sftplay.parity.reference import Reference
 from sftplay.parity.tensors import Load, Tensors, find_altered_tensors
 
 Engine = Literal["transformers", "vllm", "llama.cpp"]
@@ -229,7 +229,7 @@ class ParityCheck:
         root = request.served or Path(str(model.get("root") or ""))
         own = {"merged": "model" if (self.folder.path / "model").is_dir() else "merged", "adapter": "adapter"}
         likely = self.folder.path / own.get(against, "merged")
-        known = next((path for path in (root, likely) if str(path) != "." and (path / "config.json").is_file()
+        known = next((path for path in (root, likely) if (str(path) != "." and (path / "config.json").is_file())
                       or (path / ADAPTER_CONFIG).is_file()), None)  # fmt: skip
         return against, known
 

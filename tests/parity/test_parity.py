@@ -46,7 +46,9 @@ def copied(run: Finished, tmp_path: Path) -> Callable[[str], Path]:
 def ask(run: Finished, *words: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the document of the verb."""
     with redirect_stdout(io.StringIO()) as out:
-        code = cli.main(["parity", "--run", str(run.folder.path), "--max-new-tokens", "12", "--n", "6", *words, "--json"])
+        code = cli.main(
+            ["parity", "--run", str(run.folder.path), "--max-new-tokens", "12", "--n", "6", *words, "--json"]
+        )
     content = json.loads(out.getvalue())
     documents.check(content, "error" if "error" in content else "verbs/parity")
     return code, content
