@@ -43,6 +43,9 @@ class HarnessModel(HFLM):
     (https://github.com/EleutherAI/lm-evaluation-harness/issues/1841).
     """
 
+    least_change = 0.0
+    """Scores that differ by no more count as the same."""
+
     def __init__(self, model: Any, tokenizer: Any, renderer: Any | None, *, cfg: RunConfig) -> None:
         """`renderer` None asks with plain documents, for models that have learned no template."""
         if renderer is not None:
@@ -51,7 +54,7 @@ class HarnessModel(HFLM):
         model.tie_weights = lambda: None
         super().__init__(
             pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=cfg.eval.batch_size,
-            mixed_precision_dtype=find_autocast(model, cfg),
+            mixed_precision_dtype=find_autocast(model, cfg) if isinstance(model, torch.nn.Module) else None,
             add_bos_token=None if renderer is None else False,  # a template writes the BOS itself, where there is one
         )  # fmt: skip
         del model.tie_weights
@@ -111,8 +114,11 @@ class HarnessModel(HFLM):
         return ids[:, -kept:], mask[:, -kept:]
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **options: Any) -> Any:
-        self.counts["cut"] += sum(len(context) + len(end) > self.max_length + 1 for _, context, end in requests)
+        self._count_cut(requests)
         return super()._loglikelihood_tokens(requests, *args, **options)
+
+    def _count_cut(self, requests: Sequence[Any]) -> None:
+        self.counts["cut"] += sum(len(context) + len(end) > self.max_length + 1 for _, context, end in requests)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Return log-likelihood of each continuation, and whether it is the likeliest."""
@@ -146,7 +152,7 @@ class HarnessModel(HFLM):
         self.first_prompt = self.tok_encode(text)
         if self.score_base is not None:
             ours, others = self.score(self.first_prompt), self.score_base(self.first_prompt)
-            if torch.equal(ours, others.to(ours.device)):
+            if bool(((ours - others.to(ours.device)).abs() <= self.least_change).all()):
                 what = f"changes no score of the first prompt: {text[:120]!r} ... is answered as by the base"
                 raise RunError(what, where=self.base_name, fix="look at the run's losses: it may have learned nothing")
 

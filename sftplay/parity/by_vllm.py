@@ -66,10 +66,10 @@ def answer_all(
 
 
 @contextmanager
-def started(launch: Launch, port: int, *, cwd: Path, log_file: Path) -> Iterator[None]:
+def started(launch: Launch, port: int, *, cwd: Path, log_file: Path, tag: str = "parity") -> Iterator[None]:
     """Run a server until the block ends; its lines go to `log_file`. Raise RunError where it ends by itself before."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    log.say(f"starting vLLM, which takes a minute; its own lines go to {log_file}", "parity")
+    log.say(f"starting vLLM, which takes a minute; its own lines go to {log_file}", tag)
     with log_file.open("wb") as handle:
         process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
         try:

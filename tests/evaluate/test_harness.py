@@ -21,12 +21,13 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from small_run import WORDS
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sftplay import cli
 from sftplay.config.rewards import SandboxConfig
 from sftplay.data.render.render import Renderer
 from sftplay.errors import MachineError, RunError, SftplayError
+from sftplay.places import find_vllm_python
 from sftplay.report.figures import format_figure
 from sftplay.report.run_files import RunFiles
 from sftplay.sandbox import pool
@@ -63,13 +64,17 @@ TASKS = {
     ),
 }
 
+needs_vllm = pytest.mark.skipif(find_vllm_python() is None, reason="needs .venv-vllm: make install-vllm")
+
 Figures = dict[str, dict[str, tuple[float, float]]]
 
 
 @pytest.fixture(scope="module")
 def inputs(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    """A base with answers that depend on every token."""
+    """A base with answers that depend on every token, and heads of a width that vLLM computes with on a CPU."""
     base = Path(shutil.copytree(inputs.model, tmp_path_factory.mktemp("base") / "model"))
+    config = AutoConfig.from_pretrained(base, head_dim=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
     lively_model(base).save_pretrained(base)
     return replace(inputs, model=base)
 
@@ -167,6 +172,27 @@ def test_run_and_base_have_the_figures_of_the_harness_called_by_hand_and_control
     for control in (without_adapter, without_template):
         assert control["score"]["perplexity"] != pytest.approx(with_adapter["score"]["perplexity"], rel=0.01)
         assert control["say"]["chrf"] != pytest.approx(with_adapter["say"]["chrf"], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.contract
+@needs_vllm
+def test_real_vllm_gives_the_figures_and_answers_of_transformers_for_run_and_base(
+    run: Finished, tasks: Path, measured: dict[str, Any]
+):
+    expected = answers(run)
+    ask(run.folder.path, tasks, ALL, "--engine", "vllm", "--json")
+    found = json.loads((run.folder.eval / "lm-eval.json").read_text())
+    assert found["engine"] == "vllm"
+    assert found["base_by"] == "served before"
+    for side in ("run", "base"):
+        for task, row in figures_of(measured, side).items():
+            assert figures_of(found, side)[task] == pytest.approx(row, rel=1e-4, abs=1e-6), (side, task)
+    assert found["max_length"] == measured["max_length"] - 2
+    assert [found[key] for key in ("prompts", "tasks")] == [measured[key] for key in ("prompts", "tasks")]
+    for line, wanted in zip(answers(run), expected, strict=True):
+        same = ("side", "task", "row", "prompt", "target", *(["answers"] if line["task"] == "say" else []))
+        assert [line[key] for key in same] == [wanted[key] for key in same]
 
 
 @pytest.mark.slow
@@ -490,7 +516,6 @@ def test_the_length_of_answers_is_read_by_each_of_its_names(open_model: Callable
         (["--tasks", "pick"], "no run is named"),
         (["--run", "/nowhere", "--tasks", "pick"], "no run '/nowhere'"),
         (["--run", "/nowhere"], "no task is named"),
-        (["--run", "/nowhere", "--tasks", "pick", "--engine", "vllm"], "vLLM is not used here yet"),
         (["--run", "/nowhere", "--tasks", "pick", "--include-path", "/nowhere"], "/nowhere: is no folder"),
     ],
 )
@@ -500,6 +525,14 @@ def test_what_cannot_be_is_refused_before_libraries_are_imported(
     monkeypatch.setattr("sftplay.commands.harness.prepare_environment", lambda *_, **__: pytest.fail("imports"))
     assert cli.main(["lm-eval", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_without_vllm_the_install_command_is_named(
+    run: Finished, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sftplay.commands.harness.find_vllm_python", lambda: None)
+    ask(run.folder.path, tasks, "pick", "--engine", "vllm", code=3)
+    assert "make install-vllm" in capsys.readouterr().err
 
 
 def test_without_the_harness_the_install_command_is_named(
