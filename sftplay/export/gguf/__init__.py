@@ -1,0 +1,1 @@
+"""Write a trained model as GGUF files with a Modelfile, for llama.cpp, Ollama and LM Studio."""

@@ -1,0 +1,134 @@
+"""Hold a GGUF file against the model it was written from: tokens of texts, and the scores of all tokens, by llama.cpp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sftplay.errors import RunError
+from sftplay.parity.by_llama_cpp import Logprobs, score_positions, tokenize_all
+from sftplay.parity.texts import make_texts
+
+POSITIONS = 200
+TOP = 1024
+"""Tokens whose scores are asked for; the others count as one where a vocabulary has more."""
+
+BOUNDS = {"f32": 1e-4, "f16": 1e-3, "bf16": 2e-2, "q8_0": 2e-2, "q6_k": 5e-2, "q5_k_m": 0.2, "q4_k_m": 0.5}
+"""Mix of a file -> the largest mean Kullback-Leibler divergence in nats (of f32: of any position) from the model."""
+
+Sequences = Sequence[tuple[Sequence[int], int]]
+"""Token ids, and where the answer in them begins."""
+
+
+def check_tokens(file: Path, tokenizer: Any, own_texts: Sequence[str], *, approximates: str) -> dict[str, Any]:
+    """Compare llama.cpp's tokens of 1,000 texts of all scripts and of the run's own texts with the tokenizer's.
+
+    The run's own must be the same. Of the others a few may differ only where `approximates` names a rule that llama.cpp
+    lacks. llama.cpp does not compose characters (NFC): where the tokenizer does, composed texts are compared, and texts
+    that differ otherwise are counted as `not_composed`. Raise RunError with the first difference.
+    """
+    texts, own = make_texts(), list(dict.fromkeys(own_texts))
+    backend = tokenizer.backend_tokenizer
+    normalize = backend.normalizer.normalize_str if backend.normalizer and not _escapes_spaces(backend) else str
+    normalized = [normalize(text) for text in texts]
+    found = tokenize_all(file, [*texts, *normalized, *own])
+    expected = [tokenizer(text, add_special_tokens=False).input_ids for text in (*texts, *own)]
+    wrong = [number for number in range(len(texts)) if found[len(texts) + number] != expected[number]]
+    wrong_own = [number for number in range(len(own)) if found[2 * len(texts) + number] != expected[len(texts) + number]]
+    figures = {
+        "texts": len(texts), "same": len(texts) - len(wrong), "own_texts": len(own), "own_same": len(own) - len(wrong_own),
+        "not_composed": sum(found[number] != expected[number] for number in range(len(texts))) - len(wrong),
+        "approximates": approximates, "first": texts[wrong[0]] if wrong else None,
+    }  # fmt: skip
+    if wrong_own or (wrong and not approximates):
+        text = own[wrong_own[0]] if wrong_own else normalized[wrong[0]]
+        theirs = found[2 * len(texts) + wrong_own[0]] if wrong_own else found[len(texts) + wrong[0]]
+        ours = tokenizer(text, add_special_tokens=False).input_ids
+        place = next((at for at, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
+        what = (
+            f"llama.cpp reads {len(wrong)} of {len(texts):,} texts and {len(wrong_own)} of {len(own)} of the run's as other "
+            f"tokens: at token {place} of {text[:80]!r} it has {tokenizer.convert_ids_to_tokens(theirs[place : place + 3])}, "
+            f"the model learned {tokenizer.convert_ids_to_tokens(ours[place : place + 3])}"
+        )
+        fix = "the pre-tokenizer's name or the vocabulary is wrong: report it with tokenizer.json"
+        raise RunError(what, where=file.name, fix=fix)
+    return figures
+
+
+def _escapes_spaces(backend: Any) -> bool:
+    """A normalizer that writes spaces as SentencePiece does is llama.cpp's own."""
+    return "\u2581" in str(backend.normalizer.normalize_str("a b"))
+
+
+def make_sequences(model: Any, prompts: Sequence[Sequence[int]], *, positions: int = POSITIONS) -> Sequences:
+    """Return the prompts with the model's greedy answers, not ended by an end token, `positions` tokens in all."""
+    each = math.ceil(positions / len(prompts))
+    room = int(model.config.max_position_embeddings) - each
+    sequences = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)[-room:]], device=model.device)
+        length = ids.shape[1]
+        with torch.inference_mode():
+            for _ in range(each):
+                ids = torch.cat([ids, model(input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        sequences.append((ids[0].tolist(), length))
+    return sequences
+
+
+def reference_logprobs(model: Any, sequences: Sequences) -> list[torch.Tensor]:
+    """Return the model's log-probabilities of all tokens at each position of the answers, fp32 [positions, vocabulary]."""
+    found = []
+    with torch.inference_mode():
+        for ids, begin in sequences:
+            logits = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, begin - 1 :]
+            found.append(logits.float().log_softmax(-1).cpu())
+    return found
+
+
+def check_scores(file: Path, sequences: Sequences, reference: Sequence[torch.Tensor], *, quant: str) -> dict[str, Any]:
+    """Compare llama.cpp's scores with the model's at each position. Raise RunError where they are beyond the bound."""
+    figures = measure_scores(file, sequences, reference)
+    bound = BOUNDS[quant]
+    exact = quant == "f32"
+    value = figures["max_kl" if exact else "mean_kl"]
+    if not value <= bound or (exact and figures["same_tokens"] < figures["positions"]):
+        what = (
+            f"llama.cpp answers otherwise than the model: {figures['same_tokens']} of {figures['positions']} greedy tokens are "
+            f"the same, and the divergence is {value:.3g} where {quant} may have {bound:g}"
+        )
+        fix = "take a wider format" if quant.startswith("q") and value < 10 * bound else "report it with config.json"
+        raise RunError(what, where=file.name, fix=fix)
+    return figures | {"bound": bound}
+
+
+def measure_scores(file: Path, sequences: Sequences, reference: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return the number of positions and of greedy tokens that are the same, the divergences and the largest difference
+    of the log-probability of the model's own token."""
+    replies = score_positions(file, sequences, top=min(TOP, reference[0].shape[1]))
+    divergences, same, worst = [], 0, 0.0
+    for rows, steps in zip(reference, replies, strict=True):
+        for row, step in zip(rows, steps, strict=True):
+            divergences.append(divergence(row, step))
+            best, theirs = int(row.argmax()), max(step, key=lambda token: step[token])
+            same += best == theirs or float(row[best] - row[theirs]) < 1e-4
+            worst = max(worst, abs(float(row[best]) - step.get(best, -math.inf)))
+    return {
+        "positions": len(divergences), "same_tokens": same, "max_kl": max(divergences),
+        "mean_kl": sum(divergences) / len(divergences), "max_logprob_diff": worst,
+    }  # fmt: skip
+
+
+def divergence(reference: torch.Tensor, found: Mapping[int, float] | Logprobs) -> float:
+    """Return KL(reference || found) in nats; tokens that `found` lacks are taken as one."""
+    tokens = list(found)
+    ours, theirs = reference.double()[tokens], torch.tensor([found[token] for token in tokens], dtype=torch.float64)
+    total = float((ours.exp() * (ours - theirs)).sum())
+    if len(tokens) < len(reference):
+        rest = max(0.0, 1.0 - float(ours.exp().sum()))
+        missing = max(1e-12, 1.0 - float(theirs.exp().sum()))
+        total += rest * math.log(rest / missing) if rest > 1e-9 else 0.0
+    return max(0.0, total)
