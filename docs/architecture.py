@@ -44,7 +44,7 @@ FLOORS = {
     3: ["data.pipeline", "data.mixture", "data.load_prompts", "model"],
     4: ["generate", "data.inspect"],
     5: ["evaluate", "export"],
-    6: ["report"],
+    6: ["report", "parity"],
     7: ["train", "runs"],
     8: ["tasks"],
     9: ["commands", "make_arguments", "cli", "__main__"],

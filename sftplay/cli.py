@@ -201,7 +201,13 @@ FLAGS: dict[str, Flags] = {
     },
     "merge": {**_RUN, **_WHOLE_MODEL},
     "merge-test": {**_RUN, "--merged": _flag("the merged model's folder", PATH)},
-    "export": {**_RUN, **_WHOLE_MODEL},
+    "export": {
+        **_RUN,
+        **_WHOLE_MODEL,
+        "--format": _flag("for plain transformers, or for llama.cpp and Ollama", choices=["hf", "gguf"], default="hf"),
+        "--quant": _flag("formats of the GGUF files, with commas: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m", _names),
+        "--llama-cpp": _flag("a checkout of llama.cpp, whose converter writes the files", PATH),
+    },
     "serve": {
         **_RUN,
         "--port": _flag(
@@ -335,7 +341,7 @@ VERBS = {
     "download-model": ("download.download_model", "fetch a model from the hub into its cache"),
     "merge": ("export.merge", "merge a run's adapter into its full-precision base"),
     "merge-test": ("export.merge_test", "compare a merged model with the adapter it came from"),
-    "export": ("export.export", "write a run's model as a folder that stands alone"),
+    "export": ("export.export", "write a run's model as a folder that stands alone, or as GGUF files"),
     "serve": ("export.serve", "answer OpenAI clients on this machine with a run's model"),
     "report": ("report.report", "write report.html of a run, or one page of several"),
     "compare": ("report.compare", "two runs side by side"),
