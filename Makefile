@@ -5,9 +5,9 @@ PYTHON ?= python3
 PY ?= .venv/bin/python
 UNSLOTH_PY ?= .venv-unsloth/bin/python
 
-override SETTINGS := AGAINST ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN ENGINE EXTRAS FAST FOR GPUS GPUS_PER_NODE \
-  GRES GRID HALVING IN INSTALLER INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NAME NNODES NODE_RANK \
-  NODES NPROC OUT PARALLEL PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVED SERVER_SBATCH SETUP SPACE SPLIT STYLE \
+override SETTINGS := AGAINST ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN ENGINE EXTRAS FAST FOR FORMAT GPUS GPUS_PER_NODE \
+  GRES GRID HALVING IN INSTALLER INTERACTIVE JSON KIND LLAMA_CPP MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NAME NNODES NODE_RANK \
+  NODES NPROC OUT PARALLEL PARTITION PORT PY PYTHON QUANT REVISION RUN RUN_A RUN_B SBATCH SEED SERVED SERVER_SBATCH SETUP SPACE SPLIT STYLE \
   SUBMIT SUBSAMPLE TASKS \
   TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY URL VRAM WATCH WEAK WEIGHTS WORKERS
 
@@ -274,8 +274,9 @@ merge-bf16: $(READY) ## the same, saved in bf16
 	@$(SFTPLAY) merge --dtype bf16 $(WHICH) $(RUNNAME) $(OUTPUT) $(JSONFLAG) $(WORDS)
 merge-test: $(READY) ## compare the merged model with the adapter: CONFIG= (RUN=, MERGED=folder)
 	@$(SFTPLAY) merge-test $(WHICH) $(RUNNAME) $(call flag,--merged,MERGED) $(JSONFLAG) $(WORDS)
-export: $(READY) ## a folder that stands alone, with model card: CONFIG= (RUN=, OUT=)
-	@$(SFTPLAY) export $(WHICH) $(RUNNAME) $(OUTPUT) $(JSONFLAG) $(WORDS)
+export: $(READY) ## a folder that stands alone, with model card: CONFIG= (RUN=, OUT=; FORMAT=gguf QUANT=f16,q8_0,q4_k_m LLAMA_CPP=)
+	@$(SFTPLAY) export $(WHICH) $(RUNNAME) $(OUTPUT) $(call flag,--format,FORMAT) $(call flag,--quant,QUANT) \
+	  $(call flag,--llama-cpp,LLAMA_CPP) $(JSONFLAG) $(WORDS)
 parity: $(READY) $(ENGINE_READY) ## what an engine serves against the trained model: RUN= ENGINE=transformers, vllm, llama.cpp (AGAINST=merged, adapter, gguf, SERVED=, IN=, N=20, URL=)
 	@$(SFTPLAY) parity $(WHICH) $(RUNNAME) $(call flag,--engine,ENGINE) $(call flag,--against,AGAINST) $(call flag,--served,SERVED) $(call flag,--in,IN) $(COUNT) \
 	  $(call flag,--max-new-tokens,MAX_NEW_TOKENS) $(call flag,--url,URL) $(call flag,--name,NAME) $(JSONFLAG) $(WORDS)

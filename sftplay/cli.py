@@ -53,7 +53,7 @@ VERBS = {
     "download-model": ("download.download_model", "fetch a model from the hub into its cache"),
     "merge": ("export.merge", "merge a run's adapter into its full-precision base"),
     "merge-test": ("export.merge_test", "compare a merged model with the adapter it came from"),
-    "export": ("export.export", "write a run's model as a folder that stands alone"),
+    "export": ("export.export", "write a run's model as a folder that stands alone, or as GGUF files"),
     "parity": ("parity.parity", "hold what an engine serves against the trained model"),
     "serve": ("export.serve", "answer OpenAI clients on this machine with a run's model"),
     "report": ("report.report", "write report.html of a run, or one page of several"),

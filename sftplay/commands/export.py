@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from sftplay import log
+from sftplay.atomic import read_lines
 from sftplay.errors import ConfigError
 from sftplay.runs.finished_run import open_run, prepare_environment
 
@@ -44,6 +46,11 @@ def merge_test(args: Namespace) -> int:
 
 def export(args: Namespace) -> int:
     """`export`: a folder that stands alone, in export/ of the run."""
+    if args.format == "gguf":
+        return _export_gguf(args)
+    if args.quant or args.llama_cpp:
+        what = "is of the format gguf"
+        raise ConfigError(what, where="--quant" if args.quant else "--llama-cpp", fix="add --format gguf, or leave it out")
     cfg, folder = open_run(args)
     from sftplay.export.target import check_target
 
@@ -55,6 +62,46 @@ def export(args: Namespace) -> int:
     export_run(cfg, folder, out=out, dtype=args.dtype)
     if args.json:
         print(json.dumps({"export": str(out)}))
+    return 0
+
+
+def _export_gguf(args: Namespace) -> int:
+    """`export --format gguf`: files for llama.cpp and a Modelfile, in export-gguf/ of the run; each is proven first."""
+    if args.dtype:
+        what = "does not go with --format gguf"
+        raise ConfigError(what, where="--dtype", fix=f"name the number format of the file: --quant {args.dtype}")
+    cfg, folder = open_run(args)
+    from sftplay.export.target import check_target
+
+    out = Path(args.out) if args.out else folder.path / "export-gguf"
+    check_target(out)
+    prepare_environment(cfg)
+    from sftplay.export.gguf.export import GgufModel, export_gguf
+    from sftplay.export.merge_check import choose_prompts
+    from sftplay.parity.gguf_check import check_files
+
+    def prove(made: GgufModel) -> dict[str, Any]:
+        prompts, origin = choose_prompts(cfg, folder, tokenizer=made.tokenizer)
+        # Nothing else of the run holds its texts as they were asked and answered.
+        rows = [row for path in sorted(folder.eval.glob("*.jsonl")) for row in read_lines(path)[0][:100]]
+        texts = [row[key] for row in rows for key in ("prompt", "prediction") if isinstance(row.get(key), str)]
+        found = check_files(
+            made.files, made.model, made.tokenizer, prompts=prompts, texts=texts, approximates=made.approximates
+        )
+        return {**found, "prompts": origin, "n_prompts": len(prompts)}
+
+    llama_cpp = Path(args.llama_cpp) if args.llama_cpp else None
+    export_gguf(cfg, folder, out=out, quants=args.quant or ("f16",), prove=prove, llama_cpp=llama_cpp)
+    parity = json.loads((out / "parity.json").read_text(encoding="utf-8"))
+    for name, figures in parity["files"].items():
+        same = f"{figures['same_tokens']} of {figures['positions']} greedy tokens"
+        log.say(f"{name}: {same} the same, divergence {figures['mean_kl']:.2g} (bound {figures['bound']:g})", "export")
+    tokens = parity["tokens"]
+    if tokens["same"] < tokens["texts"]:
+        what = f"{tokens['texts'] - tokens['same']} of {tokens['texts']:,} texts of all scripts have other tokens"
+        log.say(f"warning: llama.cpp has no rule {tokens['approximates']!r}: {what}; the run's own have the same", "export")
+    if args.json:
+        print(json.dumps({"export": str(out), "parity": parity}))
     return 0
 
 

@@ -66,19 +66,7 @@ def export(
         RunError: the adapter holds values that are not finite.
     """
     check_target(out)
-    result = folder.path / "model"
-    if result.is_dir():
-        tokenizer = load_tokenizer(cfg.model, str(result))
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                result, dtype=DTYPES[dtype] if dtype else "auto", trust_remote_code=cfg.model.trust_remote_code
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            what = f"the result cannot be loaded ({first_line(error)})"
-            raise MachineError(what, where=str(result), fix="check its files") from error
-        set_end_tokens(model.generation_config, tokenizer)
-    else:
-        model, tokenizer = merged_model(cfg, folder, dtype=dtype)
+    model, tokenizer = load_whole(cfg, folder, dtype=dtype)
     run = public_run(cfg, folder)
     names = ("adapter_config.json", "adapter_model.safetensors") if run.has_adapter else ()
     adapter_files = [folder.path / "adapter" / name for name in names]
@@ -91,19 +79,45 @@ def export(
             settings = json.loads(settings_file.read_text(encoding="utf-8"))
             settings["base_model_name_or_path"] = run.cfg.model.name
             (scratch / "adapter").mkdir()
-            _write_json(scratch / "adapter" / settings_file.name, Redactor()(settings))
+            write_json(scratch / "adapter" / settings_file.name, Redactor()(settings))
             shutil.copyfile(weights, scratch / "adapter" / weights.name)
-        (scratch / "config.resolved.yaml").write_text(dump_resolved(run.cfg), encoding="utf-8")
-        _write_json(scratch / "data_report.json", run.data_report)
-        for name, figures in run.figures.items():
-            (scratch / "eval").mkdir(exist_ok=True)
-            _write_json(scratch / "eval" / f"{name}.json", figures)
-        _write_json(scratch / RECORD, {"dtype": str(model.dtype).removeprefix("torch."), "kit": __version__})
+        write_records(run, scratch)
+        write_json(scratch / RECORD, {"dtype": str(model.dtype).removeprefix("torch."), "kit": __version__})
         write_card(run, scratch / "README.md")
 
     write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in adapter_files), fill=fill)
     log.say(f"{out}: read README.md in it before you publish", "export")
     return out
+
+
+def write_records(run: PublicRun, target: Path) -> None:
+    """Write the run's config, its data report and the evaluation's figures."""
+    (target / "config.resolved.yaml").write_text(dump_resolved(run.cfg), encoding="utf-8")
+    write_json(target / "data_report.json", run.data_report)
+    for name, figures in run.figures.items():
+        (target / "eval").mkdir(exist_ok=True)
+        write_json(target / "eval" / f"{name}.json", figures)
+
+
+def load_whole(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None = None) -> tuple[Any, Any]:
+    """Return the run's whole model on the CPU, an adapter merged into its base, and the tokenizer.
+
+    `dtype` None keeps the base's dtype for an adapter run and the result's for a full one. Raise MachineError where it
+    cannot be read, RunError where the adapter holds values that are not finite.
+    """
+    result = folder.path / "model"
+    if not result.is_dir():
+        return merged_model(cfg, folder, dtype=dtype)
+    tokenizer = load_tokenizer(cfg.model, str(result))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            result, dtype=DTYPES[dtype] if dtype else "auto", trust_remote_code=cfg.model.trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        what = f"the result cannot be loaded ({first_line(error)})"
+        raise MachineError(what, where=str(result), fix="check its files") from error
+    set_end_tokens(model.generation_config, tokenizer)
+    return model.eval(), tokenizer
 
 
 def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
@@ -140,7 +154,8 @@ def read_licence(card: str) -> str | None:
     return licence[1] if licence and licence[1] != "unknown" else None
 
 
-def _write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file for people."""
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -78,7 +78,7 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
     if not merged.is_dir():
         raise ConfigError("no merged model here", where=str(merged), fix="make merge")
     tokenizer = load_tokenizer(cfg.model, str(adapter))
-    prompts, origin = _choose_prompts(cfg, folder, tokenizer=tokenizer)
+    prompts, origin = choose_prompts(cfg, folder, tokenizer=tokenizer)
     log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
     reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
     expected = _compute_outputs(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
@@ -118,7 +118,7 @@ def _evenly_spaced(count: int) -> list[int]:
     return sorted({n * count // PROMPTS for n in range(PROMPTS)}) if count else []
 
 
-def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tuple[list[list[int]], str]:
+def choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tuple[list[list[int]], str]:
     """Return token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
     template = tokenizer.chat_template
     held_out: Any = None

@@ -49,8 +49,11 @@ class PublicRun:
     """What the run was held against, as rows of `parity_table.HEAD`."""
 
 
-def write_card(run: PublicRun, path: Path) -> None:
-    """Write the card for the model in the folder of `path`; its chat template decides the usage example."""
+def write_card(run: PublicRun, path: Path, *, gguf: Mapping[str, Any] | None = None) -> None:
+    """Write the card for the model in the folder of `path`; its chat template decides the usage example.
+
+    `gguf` is what was found of GGUF files there, None for a folder of plain transformers.
+    """
     measurements = sorted(run.figures, key=lambda name: (name.removesuffix("before") == name, name))
     keys = dict.fromkeys(key for figures in run.figures.values() for key in figures)
     rows = [[key, *(_format(run.figures[name].get(key)) for name in measurements)] for key in keys]
@@ -58,6 +61,11 @@ def write_card(run: PublicRun, path: Path) -> None:
     known |= {"python": run.manifest.get("python"), **run.manifest.get("machine", {}).get("libraries", {})}
     text = _template("model_card.md").render(
         run=run,
+        gguf=gguf,
+        gguf_rows=[
+            [name, f"{file['same_tokens']} of {file['positions']}", *(f"{file[key]:.2g}" for key in ("mean_kl", "bound", "max_kl"))]
+            for name, file in (gguf or {"files": {}})["files"].items()
+        ],
         cfg=run.cfg,
         method=_describe_method(run.cfg),
         has_chat_template=(path.parent / "chat_template.jinja").is_file(),
@@ -75,9 +83,9 @@ def write_card(run: PublicRun, path: Path) -> None:
     relation: dict[str, Any] = {"base_model": run.hub_base, "base_model_relation": "finetune"} if run.hub_base else {}
     front = ModelCardData(
         license=run.licence or "unknown",
-        library_name="transformers",
+        library_name="gguf" if gguf else "transformers",
         pipeline_tag="text-generation",
-        tags=["sft-play", cfg.task_mode, cfg.tuning.mode],
+        tags=["sft-play", cfg.task_mode, cfg.tuning.mode, *(["gguf"] if gguf else [])],
         datasets=[path for path in paths if is_hub_name(path) and "/" in path] or None,
         **relation,
     )

@@ -43,7 +43,13 @@ FLAGS: dict[str, Flags] = {
     },
     "merge": {**RUN, **WHOLE_MODEL},
     "merge-test": {**RUN, "--merged": flag("the merged model's folder", PATH)},
-    "export": {**RUN, **WHOLE_MODEL},
+    "export": {
+        **RUN,
+        **WHOLE_MODEL,
+        "--format": flag("for plain transformers, or for llama.cpp and Ollama", choices=["hf", "gguf"], default="hf"),
+        "--quant": flag("formats of the GGUF files, with commas: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m", names),
+        "--llama-cpp": flag("a checkout of llama.cpp, whose converter writes the files", PATH),
+    },
     "serve": {
         **RUN,
         "--port": flag(

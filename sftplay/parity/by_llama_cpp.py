@@ -6,6 +6,7 @@ llama.cpp runs in a process of its own, with a deadline: an abort of its native 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,9 +19,12 @@ from urllib.request import Request, urlopen
 from sftplay.errors import MachineError, RunError
 from sftplay.parity.engine import Answer, EngineReply, Question
 
-DEADLINE_S = 900.0
-SERVER_S = 300.0
+DEADLINE_S, DEADLINE_S_PER_GIB = 600.0, 1200.0
+SERVER_S = 600.0
 """For one request to the server in the child."""
+
+LARGE_BYTES = 2**30
+"""From here on all cores compute. Below, threads that wait for each other on busy cores take 20 times as long as one."""
 
 Logprobs = dict[int, float]
 """Token -> natural logarithm of its probability."""
@@ -32,7 +36,11 @@ def answer_all(file: Path, questions: Sequence[Question], *, max_new_tokens: int
     A dialogue is rendered by llama.cpp, with the template in the file, and its tokens are those of llama.cpp. Raise
     MachineError where xllamacpp is missing, RunError where the file is not opened or the process dies.
     """
-    asked = [[dict(message) for message in question.messages] if question.messages else question.text for question in questions]
+    asked = [
+        {"messages": list(question.messages), "tools": list(getattr(question, "tools", ()))}
+        if question.messages else question.text
+        for question in questions
+    ]  # fmt: skip
     done = ask_llama_cpp(file, {"prompts": asked, "answer_tokens": max_new_tokens})
     answers = [
         Answer(prompt_ids=ids, answer_ids=[token for token, _ in steps], logprobs=[chance for _, chance in steps])
@@ -54,6 +62,13 @@ def score_positions(file: Path, sequences: Sequence[tuple[Sequence[int], int]], 
     return [[{int(token): chance for token, chance in step} for step in steps] for steps in found]
 
 
+def render_dialogues(file: Path, dialogues: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+    """Return the ids of dialogues as llama.cpp renders them, up to where the answer begins."""
+    asked = [{"messages": [dict(message) for message in dialogue]} for dialogue in dialogues]
+    found: list[list[int]] = ask_llama_cpp(file, {"prompts": asked, "answer_tokens": 0})["prompts"]
+    return found
+
+
 def check_installed() -> None:
     """Raise MachineError where xllamacpp is missing."""
     if find_spec("xllamacpp") is None:
@@ -61,9 +76,11 @@ def check_installed() -> None:
         raise MachineError(what, where="the package xllamacpp", fix="make install EXTRAS=gguf")
 
 
-def ask_llama_cpp(file: Path, job: Mapping[str, Any], *, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+def ask_llama_cpp(file: Path, job: Mapping[str, Any], *, deadline_s: float | None = None) -> dict[str, Any]:
     """Return the child's document for a job with `texts`, `prompts`, `answer_tokens`, `sequences` and `top`."""
     check_installed()
+    if deadline_s is None:
+        deadline_s = DEADLINE_S + DEADLINE_S_PER_GIB * file.stat().st_size / 2**30
     with tempfile.TemporaryDirectory() as place:
         asked, told, heard = (Path(place) / name for name in ("job.json", "reply.json", "output"))
         asked.write_text(json.dumps({"file": str(file), **job}), encoding="utf-8")
@@ -96,8 +113,9 @@ class _Server:
         # llama.cpp keeps keys and values in fp16 otherwise: 6e-3 in a log-probability of the builtin model.
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        # Two threads that wait for each other on busy cores take 20 times as long.
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        is_large = Path(file).stat().st_size >= LARGE_BYTES
+        threads = max(1, len(os.sched_getaffinity(0)) // 2) if is_large else 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         self._server = xllamacpp.Server(params)
         self._plain = self.tokenize("a")[-1]
 
@@ -118,11 +136,12 @@ class _Server:
         found: list[int] = self.post("/tokenize", content)["tokens"]
         return found
 
-    def read_prompt(self, prompt: str | list[Any]) -> list[int]:
+    def read_prompt(self, prompt: str | dict[str, Any]) -> list[int]:
         """Return the ids of a plain prompt, or of a dialogue as llama.cpp renders it."""
         if isinstance(prompt, str):
-            return self.tokenize(prompt)
-        return self.tokenize(self.post("/apply-template", {"messages": prompt})["prompt"], whole=True)
+            return self.tokenize(prompt, whole=True)
+        asked = {key: value for key, value in prompt.items() if value}
+        return self.tokenize(self.post("/apply-template", asked)["prompt"], whole=True)
 
     def answer(self, ids: Sequence[int], *, tokens: int) -> list[tuple[int, float]]:
         """Return the tokens of the greedy answer with their log-probabilities."""
@@ -153,7 +172,7 @@ def run_child(asked: Path, told: Path) -> None:
     server = _Server(job["file"], context=longest + more + 64)
     texts = [server.tokenize(text) for text in job.get("texts", [])]
     prompts = [server.read_prompt(prompt) for prompt in job.get("prompts", [])]
-    answers = [server.answer(ids, tokens=more) for ids in prompts]
+    answers = [server.answer(ids, tokens=more) if more else [] for ids in prompts]
     scores = [
         [server.score(ids[:end], top=job["top"]) for end in range(begin, len(ids) + 1)]
         for ids, begin in sequences

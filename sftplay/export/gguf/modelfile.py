@@ -7,6 +7,7 @@ give the Jinja template's text for every dialogue that is tried.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,7 +65,8 @@ class Pieces:
             inner = f'{{{{ if $system }}}}{before}{{{{ $system }}}}{behind}{{{{ $system = "" }}}}{{{{ end }}}}'
         elif self.system:
             before, behind = map(_literal, self.system)
-            start = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{behind}{{{{ else }}}}{start}{{{{ end }}}}"
+            otherwise = f"{{{{ else }}}}{start}" if start else ""
+            start = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{behind}{otherwise}{{{{ end }}}}"
         before_user, behind_user = user
         before_answer, behind_answer = assistant
         return (
@@ -82,17 +84,15 @@ class Pieces:
 
 
 def _literal(text: str) -> str:
-    """Return text for a Go template inside a Modelfile: its parser drops characters that cannot be printed, and ends a
+    """Return text for a Go template inside a Modelfile, whose parser drops characters that cannot be printed and ends a
     value at three quotation marks."""
-    codes = {letter: f"\\u{ord(letter):04x}" for letter in text if not letter.isprintable() and letter not in "\n\t"}
-    parts = text.replace("{{", "\0{{\0").replace('"""', "\0" + '"""' + "\0").split("\0") if text else []
-    made = ""
-    for part in parts:
-        if part in ("{{", '"""'):
-            made += "{{ `" + part + "` }}" if part == "{{" else '{{ `"` }}' * 3
-        else:
-            made += "".join(f'{{{{ "{codes[letter]}" }}}}' if letter in codes else letter for letter in part)
-    return made
+
+    text = re.sub(r'\{\{|"""', lambda match: "".join(f"{{{{ `{letter}` }}}}" for letter in match[0]), text)
+    return "".join(letter if _is_kept(letter) else f'{{{{ "\\U{ord(letter):08x}" }}}}' for letter in text)
+
+
+def _is_kept(letter: str) -> bool:
+    return letter.isprintable() or letter in "\n\t"
 
 
 class NoPieces(Exception):
@@ -192,7 +192,7 @@ def write_modelfile(
             ]
     else:
         lines.append('TEMPLATE """{{ .Prompt }}"""')
-    if system and ('"""' in system or any(not letter.isprintable() and letter not in "\n\t" for letter in system)):
+    if system and ('"""' in system or not all(map(_is_kept, system))):
         lines.append("# The run's system prompt has characters that a Modelfile cannot hold; send it with each request.")
     elif system:
         lines.append(f'SYSTEM """{system}"""')

@@ -14,6 +14,7 @@ from typing import Any
 
 import gguf
 from gguf import TokenType
+from jinja2.exceptions import TemplateError
 
 from sftplay.errors import ConfigError
 
@@ -99,7 +100,7 @@ def describe_vocabulary(tokenizer: Any, *, rows: int, end_ids: Sequence[int] = (
     kind_list = [kinds.get(number, TokenType.NORMAL if number in texts else TokenType.UNUSED) for number in range(rows)]
     return Vocabulary(
         tokens=tokens, kinds=kind_list, approximates=approximates, special=_find_special(tokenizer, end_ids),
-        adds_bos=_adds(tokenizer, tokenizer.bos_token_id, 0), adds_eos=_adds(tokenizer, tokenizer.eos_token_id, -1),
+        adds_bos=_adds(tokenizer, tokenizer.bos_token_id, 0) and _template_writes_bos(tokenizer), adds_eos=_adds(tokenizer, tokenizer.eos_token_id, -1),
         chat_template=tokenizer.chat_template, **details,
     )  # fmt: skip
 
@@ -161,6 +162,9 @@ def _sentencepiece_details(
     prepends = any(step["type"] == "Prepend" for step in steps)
     before = content["pre_tokenizer"] or {}
     approximates = ""
+    is_no_op = before.get("type") == "Split" and before.get("pattern") == {"String": " "}  # all are replaced by now
+    if before and not is_no_op and before.get("type") != "Metaspace":
+        raise _refusal(f"llama.cpp has no such pre_tokenizer: {json.dumps(before)}")
     if before.get("type") == "Metaspace":
         scheme = before.get("prepend_scheme", "always")
         prepends = scheme != "never"
@@ -223,3 +227,17 @@ def _adds(tokenizer: Any, special: int | None, place: int) -> bool:
     """Tell whether the tokenizer puts this id around a plain text."""
     ids = tokenizer("a").input_ids
     return special is not None and len(ids) > 1 and ids[place] == special
+
+
+def _template_writes_bos(tokenizer: Any) -> bool:
+    """Tell whether prompts of the chat template begin with BOS; True where there is no template.
+
+    llama.cpp and Ollama put it before every prompt or before none.
+    """
+    if not tokenizer.chat_template:
+        return True
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateError:
+        return True
+    return str(text).startswith(tokenizer.bos_token)
