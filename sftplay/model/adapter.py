@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftLora
 from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper, load_peft_weights
 from torch import nn
 
@@ -20,6 +21,7 @@ from sftplay.config.run import LoraConfig
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.model.failures import describe_error, refusing
 from sftplay.model.source import SAFE_COPY, describe_pickle
+from sftplay.units import format_count
 
 
 def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) -> Any:
@@ -62,6 +64,10 @@ def _no_peft_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         # It warns that a tied head trains apart from its embedding, which modules_to_save asks for.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        # It looks for the ranks of experts among modules only, and applies them (tuners_utils.py, rank_pattern).
+        warnings.filterwarnings(
+            "ignore", message=r"The following (rank|alpha)_pattern keys did not match.*gate_up_proj"
+        )
         # PEFT 0.21 uses an attribute name that transformers has renamed (machine/probe.py).
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
         yield
@@ -78,7 +84,11 @@ def continue_adapter(model: Any, lora: LoraConfig, *, adapter: Path) -> Any:
     check_names(model, lora)
     wanted = target_paths(model, lora)
     continued = attach_adapter(model, adapter, dropout=lora.dropout)
-    adapted = {name for name, module in continued.get_base_model().named_modules() if hasattr(module, "lora_A")}
+    adapted = {
+        name
+        for name, module in continued.get_base_model().named_modules()
+        if hasattr(module, "lora_A") and not isinstance(module, ParamWrapper)  # of experts, which PEFT adds by itself
+    }
     if adapted != wanted:
         stored, named = (sorted({path.rpartition(".")[2] for path in paths}) for paths in (adapted, wanted))
         here, there = f"{len(wanted)} layers ({', '.join(named)})", f"{len(adapted)} ({', '.join(stored)})"
@@ -178,6 +188,34 @@ def make_trainable_fp32(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()
+
+
+def describe_experts(model: nn.Module) -> str | None:
+    """Describe what an adapter makes of experts that are stored as one tensor a layer; None for a model without them.
+
+    transformers 5 stores experts so. PEFT adapts them for some families and passes them over for others, silently.
+    """
+    experts = {
+        name.replace("base_layer.", ""): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and ".experts." in name and "modules_to_save" not in name
+    }
+    if not experts:
+        return None
+    size = format_count(sum(parameter.numel() for parameter in experts.values()))
+    saved = [
+        p.numel() for name, p in model.named_parameters() if p.requires_grad and ".experts.modules_to_save." in name
+    ]
+    if saved:
+        where = "tuning.lora.modules_to_save"
+        return f"{where}: experts train in full: a copy of {format_count(sum(saved))} weights in every checkpoint"
+    wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    if not wrappers:
+        return f"the experts ({size} weights) train nothing: the adapter is on the other layers only"
+    # One wrapper lies in the other, so each pair is taken once.
+    pairs = {p: p.numel() for module in wrappers for name, p in module.named_parameters() if "lora_" in name}
+    theirs = f"{format_count(sum(pairs.values()))} of the weights that train are theirs"
+    return f"PEFT adapts the experts and the router too: {theirs}; vLLM and SGLang serve such a run merged only"
 
 
 def describe_parameters(model: nn.Module) -> dict[str, Any]:

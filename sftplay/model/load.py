@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
@@ -145,7 +146,8 @@ def attach_for_merging(base: Any, adapter: Path) -> Any:
 
 
 def _merge_layer(layer: Any, dtype: torch.dtype | None, *, adapter: Path) -> None:
-    weight = layer.get_base_layer().weight
+    kind = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+    weight = getattr(layer.get_base_layer(), kind)
     rounded_to = dtype or weight.dtype
     weight.data = weight.data.float()  # PEFT would round the update first and then the sum
     try:
@@ -153,7 +155,7 @@ def _merge_layer(layer: Any, dtype: torch.dtype | None, *, adapter: Path) -> Non
     except ValueError as error:
         fix = "train it again; look at the losses"
         raise RunError(f"cannot be merged ({error})", where=str(adapter), fix=fix) from error
-    merged = layer.get_base_layer().weight
+    merged = getattr(layer.get_base_layer(), kind)
     merged.data = merged.data.to(rounded_to)
 
 

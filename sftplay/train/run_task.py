@@ -18,7 +18,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import DataError
 from sftplay.export.model_card import write_adapter_card
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.adapter import describe_parameters, freeze_outside_text
+from sftplay.model.adapter import describe_experts, describe_parameters, freeze_outside_text
 from sftplay.model.hub import fetch_weights
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
 from sftplay.model.source import BUILTIN, locate
@@ -198,6 +198,8 @@ def make_trainable(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -
     """
     if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it continues with the one it has
         model = start_adapter(model, cfg, new_ids=new_ids)
+    if cfg.tuning.mode != "full" and (experts := describe_experts(model)):
+        log.say(f"note: {experts}")
     if frozen := freeze_outside_text(model):
         log.say(f"note: {format_count(frozen)} weights next to the text model stay as they are: rows are text only")
     return model
