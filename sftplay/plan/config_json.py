@@ -209,6 +209,9 @@ MIXTURES = frozenset({"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
 UNKNOWN = Family()
 
+TEXT_ONLY = ("qwen3_5", "qwen3_5_moe")
+"""Multimodal models whose text part alone `AutoModelForCausalLM` opens (transformers 5.23, modeling_auto.py)."""
+
 NESTED = ("text_config", "llm_config", "language_config")  # where multimodal configs keep the text model
 
 # Beyond these a figure is a slip: no public model comes near.
@@ -231,6 +234,12 @@ class ConfigJson:
     @property
     def is_known(self) -> bool:
         return self.family is not UNKNOWN
+
+    @property
+    def has_towers(self) -> bool:
+        """Whether parts for images or sound are opened with it that no formula counts."""
+        kind = self.outer.get("model_type")
+        return self.outer is not self.values and kind not in ("gemma3", *TEXT_ONLY) and "towers" not in self.outer
 
     def key(self, word: str) -> str:
         """The family's spelling of a word of `KEYS`."""

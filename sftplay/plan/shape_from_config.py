@@ -68,7 +68,7 @@ def plain_shape(text: ConfigJson, *, name: str) -> ModelShape:
     if family.expert_biases:
         other += experts * (2 * mlp + hidden + 1) + heads
     vision: int | None = 0
-    if text.outer is not text.values or "vision_config" in text.outer:
+    if text.outer is not text.values:
         from sftplay.plan.vision_shape import count_vision
 
         vision = count_vision(text, hidden)

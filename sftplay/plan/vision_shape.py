@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sftplay.plan.config_json import ConfigJson, open_config
+from sftplay.plan.config_json import TEXT_ONLY, ConfigJson, open_config
 
 _SIGLIP = {
     "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 896, "patch_size": 14,
@@ -20,8 +20,10 @@ def count_vision(config: ConfigJson, hidden: int) -> int | None:
     modeling_siglip.py and modeling_gemma3.py (no pooling head).
     """
     vision = config.outer.get("vision_config")
-    if vision is None:
-        return 0 if config.outer is config.values else None
+    if config.outer.get("model_type") in TEXT_ONLY:
+        return 0
+    if (towers := config.outer.get("towers")) is not None:  # counted beforehand, in the shipped table
+        return int(towers)
     is_gemma3 = config.outer.get("model_type") == "gemma3" and isinstance(vision, Mapping)
     if not is_gemma3 or vision.get("vision_use_head") is True:
         return None
