@@ -52,7 +52,7 @@ def built_shape(config: Mapping[str, Any], *, name: str) -> ModelShape | None:
     try:
         found = json.loads(kept.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        log.status(f"counting {name} by transformers' own class, as no table has its family (some seconds, once)", "plan")
+        log.status(f"counting {name} by transformers' own class, as no table has its family (up to a minute, once)", "plan")
         found = _ask_child(config)
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, json.dumps(found))
