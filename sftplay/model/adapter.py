@@ -41,7 +41,7 @@ def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) ->
         token_rows = find_trainable_rows(model, lora, ids=new_ids)
     config = PeftLora(
         r=lora.r, lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r, lora_dropout=lora.dropout,
-        target_modules=_every_linear_of_text(model) if targets == "auto" else list(targets), bias="none",
+        target_modules=every_linear_of_text(model) if targets == "auto" else list(targets), bias="none",
         modules_to_save=list(lora.modules_to_save) or None, trainable_token_indices=token_rows,
         use_dora=lora.dora, use_rslora=lora.rslora, task_type="CAUSAL_LM",
     )  # fmt: skip
@@ -159,8 +159,16 @@ def freeze_outside_text(model: Any) -> int:
     return sum(p.numel() for p in unreached)
 
 
-def _every_linear_of_text(model: Any) -> str:
+def every_linear_of_text(model: Any) -> str | list[str]:
+    """Return what `target_modules: auto` is for PEFT: the linears of the text model but its head.
+
+    PEFT reads some names on a mixture of experts as those that transformers 4 gave the experts' layers: asked for
+    gate_proj it puts a pair on every expert, and none on the shared expert or the dense layers, whose linear is called
+    so. These names are left out.
+    """
     decoder = model.get_decoder()
+    if taken := names_of_experts(model):
+        return sorted(_linear_names(decoder) - taken)
     if decoder is model:
         return "all-linear"
     prefix = next(name for name, module in model.named_modules() if module is decoder)
@@ -171,13 +179,28 @@ def _every_linear_of_text(model: Any) -> str:
     return rf"{re.escape(prefix)}\.({'|'.join(sorted(map(re.escape, names)))})"
 
 
+def names_of_experts(model: Any) -> set[str]:
+    """Return the names that PEFT takes for those of experts in this model (peft 0.21, `_convert_peft_config_moe`)."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+    return set(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
+
+
+def _linear_names(decoder: nn.Module) -> set[str]:
+    linears = (name for name, module in decoder.named_modules() if isinstance(module, nn.Linear))
+    return {name.rpartition(".")[2] for name in linears} - {"lm_head"}
+
+
 def target_paths(model: Any, lora: LoraConfig) -> set[str]:
     """Return the full names of the layers that `add_adapter` would adapt."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if lora.target_modules != "auto":
         ends = list(lora.target_modules)
         return {n for n, _ in model.named_modules() if any(n == end or n.endswith(f".{end}") for end in ends)}
-    pattern = _every_linear_of_text(model)
+    pattern = every_linear_of_text(model)
+    if isinstance(pattern, list):
+        return {name for name in linear if name.rpartition(".")[2] in pattern}
     if pattern == "all-linear":
         return {name for name, module in linear.items() if module is not model.get_output_embeddings()}
     return {name for name in linear if re.fullmatch(pattern, name)}

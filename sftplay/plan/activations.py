@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sftplay.plan.memory_setup import Adapter, MemorySetup
 from sftplay.plan.shape import Linear, ModelShape
@@ -19,6 +19,12 @@ cube's input, tanh, 1 + tanh and x / 2. Under autocast the cube and what follows
 UNROTATED = ("gpt2", "gpt_bigcode", "mpt", "bloom")  # families without rotation of queries and keys
 
 POST_NORMED = ("olmo2", "olmo3")  # families with two norms in a layer, both behind attention and MLP
+
+SCALED_IN_FP32 = ("gemma4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose norms of queries and keys are rounded after their scale is applied, not before."""
+
+WITH_SINKS = ("gpt_oss",)
+"""Families whose softmax has one more score a head and keeps the dtype of the scores, under autocast too."""
 
 CONCATENATED = ("phi3", "phi", "gpt_neox", "stablelm")
 """Families whose rotation ends in a concatenation, so that the product's output has to be laid out anew afterwards."""
@@ -83,7 +89,9 @@ def _norms_kept(shape: ModelShape, setup: MemorySetup) -> float:
     kept = copies_of_stream(shape, setup) * norm_kept(shape, setup)
     if shape.qk_norm:
         widths = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
-        kept += widths * (FP32 + (inner_bytes(shape, setup) if setup.trains_all else 0))
+        scaled = FP32 if shape.family in SCALED_IN_FP32 else inner_bytes(shape, setup)
+        kept += widths * (FP32 + (scaled if setup.trains_all else 0))
+        kept += FP32 * shape.kv_heads * shape.head_dim if shape.family == "gemma4_text" else 0  # values are normed too
     return kept
 
 
@@ -103,13 +111,22 @@ def _attention_kept(shape: ModelShape, setup: MemorySetup, *, seq: int) -> float
     """Per token."""
     inner, out = inner_bytes(shape, setup), norm_out_bytes(shape, setup)
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.mixer:
+        query = shape.mixer.heads * shape.mixer.value_dim
     held = query if setup.repeats_kv or setup.attention == "eager" else keys
     linears = _linears(shape, of_mlp=False)
     read = _inputs_kept(shape, setup, linears=linears, width=shape.hidden, into=out)
     read += _inputs_kept(shape, setup, linears=linears, width=query, into=inner, is_attention_output=True)
+    if shape.mixer:
+        from sftplay.plan.mixers import mixer_kept
+
+        return read + mixer_kept(shape, setup, inner=inner)
+    read += query * inner if shape.gated_attention else 0  # the gate
     if setup.attention == "eager":
         capped = inner if shape.softcap_attn else 0  # the tanh of the scores
         probabilities = shape.heads * seq * (FP32 + (inner if inner < FP32 else 0) + capped)
+        if shape.family in WITH_SINKS:
+            probabilities = shape.heads * seq * inner
         return read + inner * (query + 2 * held) + probabilities
     saved = setup.compute_bytes if setup.has_autocast else inner  # autocast rounds what goes into the kernel
     # Values that are a part of one tensor with queries and keys keep all of it, while rotation makes new ones of those.
@@ -120,6 +137,11 @@ def _attention_kept(shape: ModelShape, setup: MemorySetup, *, seq: int) -> float
 def _mlp_kept(shape: ModelShape, setup: MemorySetup) -> float:
     """Per token."""
     linears, product = _linears(shape, of_mlp=True), _product_bytes(shape, setup)
+    if shape.routed:
+        from sftplay.plan.mixers import experts_kept
+
+        routed = experts_kept(shape, setup, inner=inner_bytes(shape, setup))
+        return routed + (_mlp_kept(replace(shape, routed=None), setup) if linears else 0)
     read = _inputs_kept(shape, setup, linears=linears, width=shape.hidden, into=norm_out_bytes(shape, setup))
     read += _inputs_kept(shape, setup, linears=linears, width=shape.mlp, into=product)
     return read + shape.mlp * _activation_kept(shape, setup)
@@ -169,7 +191,8 @@ def _inputs_kept(
             wide = (into if not setup.has_autocast else setup.compute_bytes) + narrow
             total += kept * width + adapter.rank * narrow + (linear.outputs * wide if adapter.is_dora else 0)
             is_shared |= kept == 0
-    is_kept_already = is_attention_output and shape.family not in CONCATENATED
+    is_new = shape.mixer or shape.gated_attention or shape.family in CONCATENATED
+    is_kept_already = is_attention_output and not is_new
     return total + (into * width if is_shared and not is_kept_already else 0)
 
 
@@ -191,7 +214,11 @@ def _mlp_transient(shape: ModelShape, setup: MemorySetup, *, tokens: int) -> flo
     # While the output is made: the stream, that output, and what the norm wrote.
     is_copied = adapter is not None and _pair_input_bytes(setup, adapter, into=out) > 0
     streams = shape.hidden * (stream_bytes(shape, setup) + inner + (out + inner if is_copied else 0)) * tokens
-    down = next((linear for linear in reversed(shape.linears) if linear.is_mlp), None)
+    if shape.routed:
+        from sftplay.plan.mixers import experts_work
+
+        streams += experts_work(shape, inner=inner) * tokens
+    down = next((one for one in reversed(shape.linears) if one.is_mlp and one.inputs == shape.mlp), None)
     if down is None:  # a mixture of experts, which transformers does not build of linears
         return streams
     factors = 3 if shape.gated_mlp or shape.activation in COMPOSED else 2
@@ -264,6 +291,10 @@ def _pair_moments(setup: MemorySetup, adapter: Adapter, *, into: int, is_fused: 
 def _attention_transient(shape: ModelShape, setup: MemorySetup, *, seq: int) -> float:
     """Per token: gradients of the product's inputs and output, and what its kernel sums them up in."""
     inner = inner_bytes(shape, setup)
+    if shape.mixer:
+        from sftplay.plan.mixers import mixer_work
+
+        return mixer_work(shape)
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if setup.attention == "eager":
         # The softmax, its gradient, the product of both, which CUDA's kernel makes for itself (torch,

@@ -31,17 +31,29 @@ def find_shape(
     Raises:
         ConfigError: a config.json that was found cannot be read or used.
     """
-    from sftplay.plan.shape_from_config import shape_from_config
-
     if os.path.isdir(name):  # noqa: PTH112 - false for what is longer than a path
         return _read(Path(name) / "config.json", name)
     if builtin and name in builtin:
-        return shape_from_config(builtin[name], name=name)
+        return _shape(builtin[name], name)
     if cached := _find_cached(name, revision):
         return _read(cached, name)
     table = read_table()
     same = [table[name]] if name in table else [table[known] for known in table if known.rpartition("/")[2] == name]
-    return shape_from_config(same[0], name=name) if same and all(entry == same[0] for entry in same) else None
+    return _shape(same[0], name) if same and all(entry == same[0] for entry in same) else None
+
+
+def _shape(config: Any, name: str) -> ModelShape:
+    """The shape by the table of families, or as transformers builds the model where no family is known."""
+    from sftplay.plan.config_json import open_config
+    from sftplay.plan.shape_from_config import shape_from_config
+
+    text = open_config(config, name)
+    if text.is_known and not text.has_towers:
+        return shape_from_config(config, name=name)
+    from sftplay.plan.built_shape import built_shape, can_build
+
+    built = built_shape(config, name=name) if can_build(text) else None
+    return built or shape_from_config(config, name=name)
 
 
 def nearest_models(name: str, more: Iterable[str] = ()) -> list[str]:
@@ -57,8 +69,6 @@ def nearest_models(name: str, more: Iterable[str] = ()) -> list[str]:
 
 
 def _read(path: Path, name: str) -> ModelShape:
-    from sftplay.plan.shape_from_config import shape_from_config
-
     where = str(path)
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -69,7 +79,7 @@ def _read(path: Path, name: str) -> ModelShape:
         raise ConfigError(f"cannot be read: {error.strerror}", where=where, fix="make it a readable file") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"is not JSON: {error}", where=where, fix="copy the model's own config.json again") from None
-    return replace(shape_from_config(config, name=where), name=name)
+    return replace(_shape(config, where), name=name)
 
 
 def _find_cached(name: str, revision: str | None) -> Path | None:

@@ -60,25 +60,33 @@ def model_flops(shape: ModelShape, execution: MemorySetup) -> ModelFlops | None:
     """
     if shape.unmodelled:
         return None
-    first, first_attention = _count_layer(shape, execution.adapter, reached=_trains(execution.adapter, EMBEDDINGS))
-    later, attention = _count_layer(shape, execution.adapter, reached=True)
+    embeddings_train = _trains(execution.adapter, EMBEDDINGS)
+    first, first_attention = _count_layer(shape.kinds[0], execution.adapter, reached=embeddings_train)
     head = FORWARD + BACKWARD_INPUT + BACKWARD_WEIGHT * _trains(execution.adapter, HEADS)
-    near_layers = 0
-    if shape.sliding_window is not None:
-        # All of them, or all but the last of each pattern (Gemma: 1 of 2 or of 6 sees the whole row).
-        whole = 0 if shape.layer_pattern == 1 else shape.layers // shape.layer_pattern
-        near_layers = shape.layers - whole
-    # Only the first layer may lack a gradient; a pattern of several kinds of layers ends with one that sees all.
-    first_is_near = near_layers > 0
-    pair = PRODUCTS * shape.heads * shape.head_dim
-    passes_near = first_attention * first_is_near + attention * (near_layers - first_is_near)
-    passes = first_attention + attention * (shape.layers - 1) - passes_near
+    per_token, passes, passes_near = 0.0, 0.0, 0.0
+    for kind in shape.kinds:
+        later, attention = _count_layer(kind, execution.adapter, reached=True)
+        # Only the first layer may lack a gradient.
+        is_first = kind is shape.kinds[0]
+        per_token += (first if is_first else 0) + (kind.layers - is_first) * later
+        near_layers = 0
+        if kind.sliding_window is not None:
+            # All of them, or all but the last of each pattern (Gemma: 1 of 2 or of 6 sees the whole row).
+            whole = 0 if shape.parts or kind.layer_pattern == 1 else kind.layers // kind.layer_pattern
+            near_layers = kind.layers - whole
+        # A pattern of several kinds of layers ends with one that sees all.
+        first_is_near = is_first and near_layers > 0
+        pair = PRODUCTS * kind.heads * kind.head_dim
+        near = first_attention * first_is_near + attention * (near_layers - first_is_near)
+        passes_near += pair * near
+        passes += pair * (first_attention * is_first + attention * (kind.layers - is_first) - near)
+    outside, _ = _products(shape.linears_outside, execution.adapter, reached=embeddings_train)
     return ModelFlops(
-        per_token=first + (shape.layers - 1) * later,
+        per_token=per_token + outside,
         per_label_token=float(head * shape.vocab * shape.hidden),
-        per_pair=float(pair * passes),
-        per_near_pair=float(pair * passes_near),
-        window=shape.sliding_window,
+        per_pair=float(passes),
+        per_near_pair=float(passes_near),
+        window=shape.sliding_window or next((k.sliding_window for k in shape.kinds if k.sliding_window), None),
     )
 
 
@@ -86,14 +94,21 @@ def _count_layer(shape: ModelShape, adapter: Adapter | None, *, reached: bool) -
     """Operations a token of one layer in products with weights, and for each multiplication of attention's forward
     products; `reached` says whether the layer's input has a gradient."""
     *inward, outward = [linear for linear in shape.linears if not linear.is_mlp]
-    *up, down = [linear for linear in shape.linears if linear.is_mlp]
+    mlp = [linear for linear in shape.linears if linear.is_mlp]
     total, flows = _products(inward, adapter, reached=reached)
     attention = FORWARD + (2 * BACKWARD_INPUT if flows else 0)  # a product of two inputs has two gradients
-    for linears in ([outward], up, [down]):
-        if linears is up and shape.parallel_block:
+    if (rule := shape.mixer) is not None:
+        # The recurrence itself: a head's state is read by a key, written by one, and read by a query.
+        total += 3 * attention * rule.heads * rule.key_dim * rule.value_dim
+        attention = 0
+    for n, linears in enumerate(([outward], mlp[:-1], mlp[-1:])):
+        if n == 1 and shape.parallel_block:
             flows = reached
         more, flows = _products(linears, adapter, reached=flows)
         total += more
+    if (routed := shape.routed) is not None:
+        passes = FORWARD + BACKWARD_INPUT * flows + BACKWARD_WEIGHT * (adapter is None)
+        total += passes * (routed.params * routed.chosen / shape.experts + shape.experts * shape.hidden)
     return total, attention
 
 

@@ -111,7 +111,7 @@ UNTRACED_SHARE = 0.12
 
 TRACED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "phi", "gpt_neox", "gpt2", "olmo2",
-    "granite", "smollm3", "hrm",
+    "granite", "smollm3", "hrm", "ministral3", "qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "glm4_moe", "gpt_oss",
 )  # fmt: skip
 """Families of tests/plan/test_memory_oracle.py, and the puzzles of tests/plan/test_puzzle_memory.py."""
 

@@ -152,7 +152,7 @@ def kept_bytes(shape: ModelShape, setup: MemorySetup, *, size: Size) -> float:
     """Count what all layers keep from forward to backward: their inputs, or with checkpointing off everything."""
     if setup.checkpointing:
         return float(shape.layers * size.tokens * shape.hidden * stream_bytes(shape, setup))
-    kept = shape.layers * layer_bytes(shape, setup, tokens=size.tokens, seq=size.seq).kept
+    kept = sum(kind.layers * layer_bytes(kind, setup, tokens=size.tokens, seq=size.seq).kept for kind in shape.kinds)
     if setup.trains_all or setup.trains_rows:
         return kept
     # Without a gradient to hand to the frozen embedding, the norms that read it keep nothing.
@@ -164,18 +164,22 @@ def _layer_phase(
     shape: ModelShape, setup: MemorySetup, *, size: Size, gradients: float, communication: Communication
 ) -> dict[str, float]:
     """Backward in the layer it enters first, or in the one it leaves last: gradients grow while activations go."""
-    layer, stream = layer_bytes(shape, setup, tokens=size.tokens, seq=size.seq), stream_bytes(shape, setup)
-    kept = kept_bytes(shape, setup, size=size)
-    work = layer.peak if setup.checkpointing else layer.peak - layer.kept
-    if setup.checkpointing and shape.norm == "layer" and stream == FP32:
-        work -= size.tokens * norm_kept(shape, setup)  # the first norm keeps the layer's input, which is there already
-    early = late = gradients
+    kept, stream = kept_bytes(shape, setup, size=size), stream_bytes(shape, setup)
+    works = []
+    for kind in shape.kinds:
+        layer = layer_bytes(kind, setup, tokens=size.tokens, seq=size.seq)
+        works.append(layer.peak if setup.checkpointing else layer.peak - layer.kept)
+        if setup.checkpointing and shape.norm == "layer" and stream == FP32:
+            works[-1] -= size.tokens * norm_kept(shape, setup)  # the first norm keeps the input, which is there already
+    work = max(works)
+    early, late, each = gradients, gradients, 0.0
     if not size.accumulates:
         # The head's gradient is the first to be made and, untied, the embedding's the last.
         trained = trained_params(shape, setup)
         head = shape.vocab * shape.hidden / trained if setup.trains_all else 0.0
         layers = (shape.total_params - shape.other_params) / trained if setup.trains_all else 1.0
         early, late = gradients * head, gradients * (head + layers * (shape.layers - 1) / shape.layers)
+        each = gradients * layers / shape.layers
     left = kept / shape.layers
     if setup.checkpointing and setup.holds_inputs:
         # In the last layer all inputs are there, and the gradients of the others' save the one that enters it.
@@ -195,7 +199,11 @@ def _layer_phase(
     start = end + communication.ahead
     moments = (
         {SHARDING: start, "gradients": early, "activations": kept, "layer": work},
-        {SHARDING: end, "gradients": late, "activations": left, "layer": work},
+        *(
+            # Backward leaves a kind of layers last in its first one, when layers before that are still to come.
+            {SHARDING: end, "gradients": late - kind.starts_at * each, "activations": left, "layer": last}
+            for kind, last in zip(shape.kinds, works, strict=True)
+        ),
         {SHARDING: start, "gradients": early, "activations": kept, "layer": last_norm},
         {SHARDING: end, "gradients": gradients, "layer": embedding},
     )

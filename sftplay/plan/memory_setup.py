@@ -72,7 +72,7 @@ class Adapter:
 
     def covers(self, linear: Linear) -> bool:
         """True when `linear` has a pair."""
-        return self.targets is None or linear.name in self.targets
+        return not linear.is_left_out if self.targets is None else linear.name in self.targets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,17 +149,20 @@ def trained_params(shape: ModelShape, setup: MemorySetup) -> int:
     adapter = setup.adapter
     if adapter is None:
         return shape.total_params
-    covered = [linear for linear in shape.linears if adapter.covers(linear)]
-    pairs = adapter.rank * sum(linear.inputs + linear.outputs for linear in covered)
-    magnitudes = sum(linear.outputs for linear in covered) if adapter.is_dora else 0
+    pairs = 0
+    for count, linears in [(kind.layers, kind.linears) for kind in shape.kinds] + [(1, shape.linears_outside)]:
+        covered = [linear for linear in linears if adapter.covers(linear)]
+        magnitudes = sum(linear.outputs for linear in covered) if adapter.is_dora else 0
+        pairs += count * (adapter.rank * sum(linear.inputs + linear.outputs for linear in covered) + magnitudes)
     rows = adapter.new_rows * shape.hidden * (1 if shape.tied else 2)
     in_full = 0
     for name in adapter.in_full:  # the embedding, the head, or one linear in every layer
         is_end = any(word in name for word in ("embed", "wte", "lm_head"))
-        linears = [linear for linear in shape.linears if linear.name == name and not is_end]
-        in_full += shape.layers * sum(linear.inputs * linear.outputs for linear in linears)
+        for kind in shape.kinds:
+            linears = [linear for linear in kind.linears if linear.name == name and not is_end]
+            in_full += kind.layers * sum(linear.inputs * linear.outputs for linear in linears)
         in_full += shape.vocab * shape.hidden * is_end
-    return shape.layers * (pairs + magnitudes) + rows + in_full
+    return pairs + rows + in_full
 
 
 OPTIMIZERS: dict[OptimizerName, Optimizer] = {

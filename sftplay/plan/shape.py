@@ -15,6 +15,26 @@ class Linear:
     outputs: int
     bias: bool = False
     is_mlp: bool = False
+    is_left_out: bool = False  # True where `target_modules: auto` leaves it out (`model.adapter.names_of_experts`)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaRule:
+    """Sizes of a gated delta rule (Qwen3-Next, Qwen3.5), which stands in the place of attention in a layer."""
+
+    key_heads: int
+    heads: int  # of values; keys are repeated to as many
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """The experts of a layer, of which each token takes some. They are parameters of their own, and no linears."""
+
+    chosen: int  # experts of a token
+    width: int  # between an expert's up and down projection
+    params: int  # weights of all experts of the layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +70,35 @@ class ModelShape:
     experts: int  # experts of a mixture in a layer; 0 for a dense model
     vision_params: int  # what loading the multimodal class adds: the vision tower and its projector
     unmodelled: tuple[str, ...]  # what this model has that a plan does not account for, in words; empty for most
+    mixer: DeltaRule | None = None  # in the place of attention
+    routed: Routed | None = None
+    gated_attention: bool = False  # True when a sigmoid of as many numbers as there are queries scales their answers
+    state_leaks: bool = False  # True when layers carry a state along the row, from one packed row into the next
+    linears_outside: tuple[Linear, ...] = ()  # linears outside the layers other than the head; not in `other_params`
+    starts_at: int = 0  # of a kind: the place of its first layer
+    # The kinds of layers, each with its count, where not all are alike. What is said of one layer is then that of the
+    # most frequent kind.
+    parts: tuple[ModelShape, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[ModelShape, ...]:
+        """The kinds of layers, each of so many `layers`; the shape itself where all are alike."""
+        return self.parts or (self,)
 
     @property
     def linear_params(self) -> int:
-        """Weights of all layers' linears, without their biases."""
-        return self.layers * sum(linear.inputs * linear.outputs for linear in self.linears)
+        """Weights of all linears but the head, without their biases."""
+        outside = sum(one.inputs * one.outputs for one in self.linears_outside)
+        inside = sum(kind.layers * sum(one.inputs * one.outputs for one in kind.linears) for kind in self.kinds)
+        return inside + outside
 
     @property
     def total_params(self) -> int:
         """All parameters of the text model, a tied head counted once; equals what a safetensors index sums to."""
-        return self.linear_params + self.layers * self.layer_other_params + self.other_params
+        return self.linear_params + sum(k.layers * k.layer_other_params for k in self.kinds) + self.other_params
+
+    @property
+    def product_params(self) -> int:
+        """Weights of the layers that a token is multiplied with: those of linears and of the experts it takes."""
+        routed = sum(k.layers * k.routed.params * k.routed.chosen // k.experts for k in self.kinds if k.routed)
+        return self.linear_params + routed

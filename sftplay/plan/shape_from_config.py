@@ -1,353 +1,21 @@
-"""The shape of a model by its config.json: how each family spells it and builds its layers."""
+"""The shape of a model by its config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from sftplay.errors import ConfigError
+from sftplay.plan.config_json import AS_PUBLISHED, LARGEST, MIXTURES, ConfigJson, open_config, quote_value
 from sftplay.plan.shape import Linear, ModelShape
 
-Flag = bool | str  # true, False, or the config.json key that decides
+LAYERED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "glm4_moe", "gpt_oss"})
+"""Families whose layers are of several kinds, or have experts whose memory is counted (`plan/layered_shape.py`)."""
 
+EXPERTS_NAMED = frozenset({"glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"})
+"""Families in which PEFT takes names of linears for those of experts (peft 0.21, `_convert_peft_config_moe`)."""
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """What the config.json of a family leaves unsaid. The defaults describe a Llama."""
-
-    keys: Mapping[str, str] = field(default_factory=dict)  # word of `KEYS` -> this family's spelling, where it differs
-    # Values of keys that published files of the family leave out: its configuration class has them.
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Four names, or two when queries, keys and values come from one projection.
-    attention: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    # Three names, or two: then the first one is gate and up together if `gated`, else up alone.
-    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    gated: bool = True
-    qkv_bias: Flag = False
-    out_bias: Flag = False
-    mlp_bias: Flag = False
-    head_bias: bool = False
-    tied: bool = False  # whether the head shares the embedding when config.json does not say
-    norm: Literal["rms", "layer"] = "rms"
-    norm_vectors: int = 1  # trained vectors of a norm: 0, 1 (weight) or 2 (and bias)
-    norms: int = 2
-    norms_when_parallel: int | None = None  # norms in a layer whose attention and MLP are parallel; None means `norms`
-    embedding_norm: bool = False
-    qk_norm: Flag = False
-    qk_norm_of: Literal["head", "width"] = "head"  # A norm's length: one head shared by all, or all heads side by side
-    qk_norm_vectors: int = 1
-    parallel: Flag = False
-    position_rows: int | None = None  # None without learned positions, else the rows beyond `max_positions`
-    mlp_is_four_hidden: bool = False  # True when a missing width of the MLP means four times `hidden`
-    mlp_divisor: int = 1  # what the config's width is divided by: a legacy Qwen writes gate and up together
-    expert_biases: bool = False  # biases of experts and router, and a learned sink for each head: GPT-OSS
-    pattern: int = 1  # layers after which kinds of attention repeat, when config.json does not say
-
-
-KEYS: Mapping[str, str] = {
-    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": "intermediate_size", "vocab": "vocab_size",
-    "max_positions": "max_position_embeddings", "activation": "hidden_act", "sliding_window": "sliding_window",
-    "pattern": "sliding_window_pattern", "experts": "num_experts", "expert_mlp": "intermediate_size",
-    "shared_mlp": "shared_expert_intermediate_size",
-}  # fmt: skip
-"""Our word -> the key most families use."""
-
-_GPT2_KEYS = {
-    "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "mlp": "n_inner", "max_positions": "n_positions",
-    "activation": "activation_function",
-}  # fmt: skip
-_GELU_NEW = {"activation_function": "gelu_new"}
-_QKV = ("q_proj", "k_proj", "v_proj")
-_NEOX = ("query_key_value", "dense")
-_NEOX_MLP = ("dense_h_to_4h", "dense_4h_to_h")
-_LLAMA_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
-_ALL_BIASED: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
-_USE_BIAS: dict[str, Any] = {"qkv_bias": "use_bias", "out_bias": "use_bias", "mlp_bias": "use_bias"}
-_ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
-_PLAIN_LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_vectors": 2, "gated": False}
-_GEMMA: dict[str, Any] = {"tied": True, **_ATTENTION_BIAS}
-
-_GLM: dict[str, Any] = {
-    "defaults": {"head_dim": 128, "attention_bias": True}, "mlp": ("gate_up_proj", "down_proj"),
-    "qkv_bias": "attention_bias",
-}  # fmt: skip
-_WINDOW = {"sliding_window": 4096}
-_GELU_TANH = {**_WINDOW, "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256}
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(**_LLAMA_BIAS),
-    "mistral": Family(defaults=_WINDOW),
-    "ministral": Family(defaults=_WINDOW),
-    "ministral3": Family(),
-    "qwen": Family(
-        keys={"head_dim": "kv_channels", "max_positions": "seq_length"}, defaults={"hidden_act": "silu"},
-        attention=("c_attn", "c_proj"), mlp=("w1", "w2", "c_proj"), mlp_divisor=2, qkv_bias=True,
-    ),
-    "qwen2": Family(defaults={"use_sliding_window": False}, qkv_bias=True),
-    "qwen3": Family(defaults={"use_sliding_window": False, "head_dim": 128}, qk_norm=True, **_ATTENTION_BIAS),
-    "gemma": Family(defaults={"head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}, **_GEMMA),
-    "gemma2": Family(
-        keys={"activation": "hidden_activation"},
-        defaults={**_GELU_TANH, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}, norms=4, pattern=2,
-        **_GEMMA,
-    ),
-    "gemma3_text": Family(
-        keys={"activation": "hidden_activation"},
-        defaults={**_GELU_TANH, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208,
-                  "max_position_embeddings": 131_072},
-        norms=4, qk_norm=True, pattern=6, **_GEMMA,
-    ),
-    "phi": Family(
-        defaults={"hidden_act": "gelu_new"}, attention=(*_QKV, "dense"), mlp=("fc1", "fc2"), **_ALL_BIASED,
-        head_bias=True, norms=1, parallel=True, qk_norm="qk_layernorm", qk_norm_vectors=2, **_PLAIN_LAYER_NORM,
-    ),
-    "phi3": Family(attention=("qkv_proj", "o_proj"), mlp=("gate_up_proj", "down_proj")),
-    "smollm3": Family(defaults={"use_sliding_window": False}, tied=True, **_LLAMA_BIAS),
-    "granite": Family(**_LLAMA_BIAS),
-    "seed_oss": Family(
-        defaults={"head_dim": 128, "attention_bias": True}, qkv_bias="attention_bias", out_bias="attention_out_bias",
-        mlp_bias="mlp_bias",
-    ),
-    "helium": Family(defaults={"head_dim": 128}, qkv_bias="attention_bias", mlp_bias="mlp_bias"),
-    "hunyuan_v1_dense": Family(qk_norm=True, **_ATTENTION_BIAS),
-    "exaone4": Family(defaults=_WINDOW, qk_norm=True, pattern=4),
-    "ernie4_5": Family(defaults={"head_dim": 128}, tied=True, **_USE_BIAS),
-    "olmo": Family(norm="layer", norm_vectors=0, **_ATTENTION_BIAS),
-    "olmo2": Family(qk_norm=True, qk_norm_of="width", **_ATTENTION_BIAS),
-    "olmo3": Family(defaults=_WINDOW, qk_norm=True, qk_norm_of="width", pattern=4, **_ATTENTION_BIAS),
-    "glm": Family(**_GLM),
-    "glm4": Family(norms=4, **_GLM),
-    "arcee": Family(mlp=("up_proj", "down_proj"), gated=False, defaults={"hidden_act": "relu2"}, **_LLAMA_BIAS),
-    "nemotron": Family(
-        mlp=("up_proj", "down_proj"), defaults={"hidden_act": "relu2"}, **_PLAIN_LAYER_NORM, **_LLAMA_BIAS,
-    ),
-    "starcoder2": Family(
-        defaults={"use_bias": True, "hidden_act": "gelu_pytorch_tanh"}, mlp=("c_fc", "c_proj"), tied=True, **_USE_BIAS,
-        **_PLAIN_LAYER_NORM,
-    ),
-    "stablelm": Family(
-        norm="layer", norm_vectors=2, qkv_bias="use_qkv_bias", qk_norm="qk_layernorm", qk_norm_of="width",
-        parallel="use_parallel_residual", norms_when_parallel=1,
-    ),
-    "cohere": Family(
-        norm="layer", tied=True, norms=1, parallel=True, qk_norm="use_qk_norm", qk_norm_of="width", **_ATTENTION_BIAS,
-    ),
-    "cohere2": Family(defaults=_WINDOW, norm="layer", tied=True, norms=1, parallel=True, pattern=4, **_ATTENTION_BIAS),
-    "gpt2": Family(
-        keys=_GPT2_KEYS, defaults=_GELU_NEW, attention=("c_attn", "c_proj"), mlp=("c_fc", "c_proj"), tied=True,
-        **_ALL_BIASED, position_rows=0, mlp_is_four_hidden=True, **_PLAIN_LAYER_NORM,
-    ),
-    "gpt_bigcode": Family(
-        keys=_GPT2_KEYS, defaults={"multi_query": True, "activation_function": "gelu_pytorch_tanh"},
-        attention=("c_attn", "c_proj"), mlp=("c_fc", "c_proj"), tied=True, **_ALL_BIASED, position_rows=0,
-        mlp_is_four_hidden=True, **_PLAIN_LAYER_NORM,
-    ),
-    "gpt_neo": Family(
-        keys={"layers": "num_layers", "heads": "num_heads", "activation": "activation_function",
-              "sliding_window": "window_size"},
-        defaults=_GELU_NEW, attention=("q_proj", "k_proj", "v_proj", "out_proj"), mlp=("c_fc", "c_proj"), tied=True,
-        out_bias=True, mlp_bias=True, position_rows=0, mlp_is_four_hidden=True, pattern=2, **_PLAIN_LAYER_NORM,
-    ),
-    "gptj": Family(
-        keys=_GPT2_KEYS, defaults=_GELU_NEW, attention=(*_QKV, "out_proj"), mlp=("fc_in", "fc_out"), mlp_bias=True,
-        head_bias=True, norms=1, parallel=True, mlp_is_four_hidden=True, **_PLAIN_LAYER_NORM,
-    ),
-    "gpt_neox": Family(
-        defaults={"attention_bias": True, "use_parallel_residual": True, "hidden_act": "gelu"}, attention=_NEOX,
-        mlp=_NEOX_MLP, mlp_bias=True, parallel="use_parallel_residual", **_ATTENTION_BIAS, **_PLAIN_LAYER_NORM,
-    ),
-    "bloom": Family(
-        keys={"layers": "n_layer", "heads": "n_head", "max_positions": "seq_length"}, defaults={"hidden_act": "gelu"},
-        attention=_NEOX, mlp=_NEOX_MLP, tied=True, **_ALL_BIASED, embedding_norm=True, mlp_is_four_hidden=True,
-        **_PLAIN_LAYER_NORM,
-    ),
-    "falcon": Family(
-        keys={"kv_heads": "num_kv_heads", "mlp": "ffn_hidden_size", "activation": "activation"},
-        defaults={"multi_query": True, "parallel_attn": True, "activation": "gelu", "max_position_embeddings": 2048},
-        attention=_NEOX, mlp=_NEOX_MLP, tied=True, qkv_bias="bias", out_bias="bias", mlp_bias="bias",
-        parallel="parallel_attn", norms_when_parallel=1, mlp_is_four_hidden=True, **_PLAIN_LAYER_NORM,
-    ),
-    "opt": Family(
-        keys={"mlp": "ffn_dim", "activation": "activation_function"},
-        defaults={"enable_bias": True, "activation_function": "relu"},
-        attention=("k_proj", "v_proj", "q_proj", "out_proj"), mlp=("fc1", "fc2"), tied=True, qkv_bias="enable_bias",
-        out_bias="enable_bias", mlp_bias="enable_bias", position_rows=2, **_PLAIN_LAYER_NORM,
-    ),
-    "internlm2": Family(attention=("wqkv", "wo"), mlp=("w1", "w3", "w2"), qkv_bias="bias", out_bias="bias"),
-    "mixtral": Family(keys={"experts": "num_local_experts"}),
-    "gpt_oss": Family(
-        keys={"experts": "num_local_experts"}, defaults={"head_dim": 64, "sliding_window": 128, "attention_bias": True},
-        pattern=2, expert_biases=True, **_ATTENTION_BIAS,
-    ),
-    "olmoe": Family(qk_norm=True, qk_norm_of="width", **_ATTENTION_BIAS),
-    "qwen2_moe": Family(
-        keys={"expert_mlp": "moe_intermediate_size"}, defaults={"use_sliding_window": False, "qkv_bias": True},
-        qkv_bias="qkv_bias",
-    ),
-    "qwen3_moe": Family(
-        keys={"expert_mlp": "moe_intermediate_size"}, defaults={"use_sliding_window": False}, qk_norm=True,
-        **_ATTENTION_BIAS,
-    ),
-}  # fmt: skip
-"""`model_type` of the text model -> its family. A type that is not here is read as a Llama, and that is said."""
-
-MIXTURES = frozenset({"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
-"""Families whose MLP is a mixture of experts in every layer."""
-
-NESTED = ("text_config", "llm_config", "language_config")  # where multimodal configs keep the text model
-
-# Beyond these a figure is a slip: no public model comes near.
-LARGEST, LARGEST_WIDTH = {"layers": 10_000, "experts": 100_000}, 2**31 - 1
-
-AS_PUBLISHED = "write it as the model's own config.json has it"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConfigJson:
-    """The text model's part of a config.json with its family; `where` stands for the file in messages."""
-
-    values: Mapping[str, Any]
-    outer: Mapping[str, Any]  # the whole file: the same mapping unless the model is multimodal
-    model_type: str
-    where: str
-    prefix: str = ""
-
-    @property
-    def family(self) -> Family:
-        return FAMILIES.get(self.model_type, Family())
-
-    @property
-    def is_known(self) -> bool:
-        return self.model_type in FAMILIES
-
-    def key(self, word: str) -> str:
-        """The family's spelling of a word of `KEYS`."""
-        return self.family.keys.get(word, KEYS[word])
-
-    def raw(self, key: str) -> Any:
-        """The value of a key, or the family's default, unchecked; null counts as missing."""
-        value = self.values.get(key)
-        return self.family.defaults.get(key) if value is None else value
-
-    def is_off(self, key: str) -> bool:
-        """True when a switch is null in the file, or missing there and in the family's defaults."""
-        return self.values[key] is None if key in self.values else self.raw(key) is None
-
-    def count(self, word: str) -> int:
-        """A positive whole number that has to be there."""
-        if (found := self.optional(word)) is None:
-            raise self.error(self.key(word), "is missing", fix=AS_PUBLISHED)
-        return found
-
-    def optional(self, word: str) -> int | None:
-        """A positive whole number, or None when the key is missing or null."""
-        return self.whole(self.key(word), largest=LARGEST.get(word, LARGEST_WIDTH))
-
-    def whole(self, key: str, *, smallest: int = 1, largest: int = LARGEST_WIDTH) -> int | None:
-        """The same by a key's own name; 4096.0 is a whole number."""
-        value = self.raw(key)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"is {quote_value(value)}, not a whole number", fix=AS_PUBLISHED)
-        if not smallest <= value <= largest:
-            raise self.error(key, f"is {quote_value(value)}", fix=f"give a number from {smallest} to {largest}")
-        return value
-
-    def flag(self, flag: Flag) -> bool:
-        """A family's flag, looked up when it names a key; a missing key is false."""
-        value = flag if isinstance(flag, bool) else self.raw(flag)
-        return value is not None and self.check_flag(str(flag), value)
-
-    def check_flag(self, key: str, value: Any) -> bool:
-        """The value of a key that is true or false."""
-        if not isinstance(value, bool):
-            raise self.error(key, f"is {quote_value(value)}, neither true nor false", fix="write true or false")
-        return value
-
-    def word(self, key: str, default: str) -> str:
-        """A text value."""
-        value = self.raw(key)
-        if value is not None and not isinstance(value, str):
-            raise self.error(key, f"is {quote_value(value)}, not a word", fix=AS_PUBLISHED)
-        return default if value is None else value
-
-    def error(self, key: str, what: str, *, fix: str) -> ConfigError:
-        """A refusal that names the key and, for a type the kit does not know, how it was read."""
-        if not self.is_known:
-            what += f" (the type {quote_value(self.model_type)} is not known and read as a Llama)"
-        return ConfigError(f"{self.prefix}{key} {what}", where=self.where, fix=fix)
-
-
-def open_config(config: Mapping[str, Any], name: str) -> ConfigJson:
-    """Find the text model's part in the content of a config.json; `name` stands for the file in messages.
-
-    Raises:
-        ConfigError: no mapping, no model_type, or a model that is no decoder.
-    """
-    if not isinstance(config, Mapping):
-        raise ConfigError("holds no keys with values", where=name, fix="give the config.json of a model")
-    text, prefix = config, ""
-    if nested := next((key for key in NESTED if config.get(key) is not None), None):
-        text, prefix = config[nested], f"{nested}."
-        if not isinstance(text, Mapping):
-            raise ConfigError(f"{nested} is {quote_value(text)}, not a mapping", where=name, fix=AS_PUBLISHED)
-    kind = text.get("model_type")
-    if kind is None and text is not config and isinstance(config.get("model_type"), str):
-        kind = f"{config['model_type']}_text"
-    if not isinstance(kind, str) or not kind:
-        what = f"{prefix}model_type " + ("is missing" if kind is None else f"is {quote_value(kind)}, not a word")
-        raise ConfigError(what, where=name, fix=AS_PUBLISHED)
-    opened = ConfigJson(values=text, outer=config, model_type=kind, where=name, prefix=prefix)
-    if config.get("is_encoder_decoder") is True or text.get("is_encoder_decoder") is True:
-        fix = "name a decoder-only model; no other kind is trained here"
-        raise opened.error("is_encoder_decoder", "is true", fix=fix)
-    return opened
-
-
-def quote_value(value: object) -> str:
-    """Quote a value for a message, cut where it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of thousands of digits: Python refuses to print it
-        return "a number of thousands of digits"
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-_SIGLIP = {
-    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 896, "patch_size": 14,
-    "num_channels": 3,
-}  # fmt: skip
-"""The tower of Gemma 3: its repositories' vision_config, the same for 4B, 12B and 27B."""
-
-
-def count_vision(config: ConfigJson, hidden: int) -> int | None:
-    """Count the parameters of vision tower and projector: 0 for a text model, None for a tower that is not known.
-
-    `hidden` is the text model's width. Counted: SigLIP behind Gemma 3's projector, by the modules in transformers'
-    modeling_siglip.py and modeling_gemma3.py (no pooling head).
-    """
-    vision = config.outer.get("vision_config")
-    if vision is None:
-        return 0 if config.outer is config.values else None
-    is_gemma3 = config.outer.get("model_type") == "gemma3" and isinstance(vision, Mapping)
-    if not is_gemma3 or vision.get("vision_use_head") is True:
-        return None
-    tower = open_config({**_SIGLIP, **vision, "model_type": "siglip_vision_model"}, config.where)
-    width, mlp, layers = tower.count("hidden"), tower.count("mlp"), tower.count("layers")
-    image, patch = tower.whole("image_size") or 1, tower.whole("patch_size") or 1
-    channels = tower.whole("num_channels") or 1
-    embeddings = channels * patch * patch * width + width + (image // patch) ** 2 * width
-    attention = 4 * (width * width + width)
-    feed_forward = 2 * width * mlp + mlp + width
-    projector = width * hidden + width
-    return embeddings + layers * (attention + feed_forward + 4 * width) + 2 * width + projector
-
-
+EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -360,6 +28,15 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
         ConfigError: a key that is needed is missing, no number, or out of bounds; the model is no decoder.
     """
     text = open_config(config, name)
+    if text.model_type in LAYERED:
+        from sftplay.plan.layered_shape import layered_shape
+
+        return layered_shape(text, plain_shape(text, name=name))
+    return plain_shape(text, name=name)
+
+
+def plain_shape(text: ConfigJson, *, name: str) -> ModelShape:
+    """Read the shape of a model whose layers are all alike."""
     family = text.family
     hidden = text.count("hidden")
     heads, kv_heads, head_dim = _count_heads(text, hidden)
@@ -374,6 +51,8 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     query, keys = heads * head_dim, kv_heads * head_dim
     linears = _attention(text, hidden, query=query, keys=keys)
     linears += _mlp(text, hidden, width=mlp, experts=experts)
+    if text.model_type in EXPERTS_NAMED:
+        linears = tuple(replace(one, is_left_out=one.name in EXPERT_LINEARS) for one in linears)
     given = [values.get("tie_word_embeddings") for values in (text.outer, text.values)]
     tied = text.check_flag("tie_word_embeddings", next((v for v in given if v is not None), family.tied))
     norms = family.norms
@@ -388,7 +67,11 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     other += experts * (3 if family.gated else 2) * hidden * mlp + experts * hidden  # and the router
     if family.expert_biases:
         other += experts * (2 * mlp + hidden + 1) + heads
-    vision = count_vision(text, hidden)
+    vision: int | None = 0
+    if text.outer is not text.values:
+        from sftplay.plan.vision_shape import count_vision
+
+        vision = count_vision(text, hidden)
     window_key = text.key("sliding_window")
     has_window = not text.is_off(window_key) and text.raw("use_sliding_window") is not False
     return ModelShape(

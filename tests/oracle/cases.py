@@ -46,6 +46,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": LLAMA | {"model_type": "smollm3", "pad_token_id": 0, "no_rope_layers": [1, 1, 1, 0]},
 }
 
+DELTA = {f"linear_num_{of}_heads": n for of, n in (("key", 8), ("value", 16))} | {
+    f"linear_{of}_head_dim": 64 for of in ("key", "value")
+}
+ATTENDS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+EXPERTS = {"moe_intermediate_size": 512, "num_experts_per_tok": 4}
+GEMMA4 = GEMMA | {"model_type": "gemma4_text", "num_hidden_layers": 6, "sliding_window": 4096, "global_head_dim": 128}
+LAYERED: dict[str, tuple[dict[str, Any], tuple[Literal["full", "lora", "qlora"], ...]]] = {
+    "ministral3": (LLAMA | {"model_type": "ministral3", "head_dim": 128}, ("lora",)),
+    "qwen3_5": (LLAMA | ATTENDS | DELTA | {"model_type": "qwen3_5_text"}, ("full", "lora", "qlora")),
+    "gemma4": (GEMMA4 | {"hidden_size_per_layer_input": 0}, ("full", "lora", "qlora")),
+    "gemma4_ple": (GEMMA4 | {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 2048}, ("lora",)),
+    "glm4_moe": (
+        LLAMA | EXPERTS | {"model_type": "glm4_moe", "head_dim": 64, "n_routed_experts": 16, "first_k_dense_replace": 1},
+        ("lora",),
+    ),
+    "gpt_oss": (
+        LLAMA | {"model_type": "gpt_oss", "num_local_experts": 16, "num_experts_per_tok": 4, "head_dim": 64,
+                 "intermediate_size": 512, "sliding_window": 4096},
+        ("lora",),
+    ),
+    "qwen3_5_moe": (
+        LLAMA | ATTENDS | DELTA | EXPERTS | {"model_type": "qwen3_5_moe_text", "num_experts": 16,
+                                            "shared_expert_intermediate_size": 512},
+        ("lora",),
+    ),
+}  # fmt: skip
+"""Families whose layers are of several kinds or have experts (and Ministral 3), with the methods that are traced:
+fake tensors have no product of groups in fp32, which a mixture that trains in full takes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSettings:
@@ -111,7 +140,8 @@ class Case:
     @property
     def config(self) -> dict[str, Any]:
         """The content of the model's config.json."""
-        return FAMILIES[self.family] | ({"vocab_size": self.vocab} if self.vocab else {})
+        config = FAMILIES[self.family] if self.family in FAMILIES else LAYERED[self.family][0]
+        return config | ({"vocab_size": self.vocab} if self.vocab else {})
 
     @property
     def key(self) -> str:
@@ -188,8 +218,9 @@ SHALLOW_CHUNKS = Case(
 
 
 def attention_of(family: str) -> Literal["sdpa", "eager"]:
-    """What `model.attn: auto` means for the family: Gemma 2 caps the scores of its attention, which sdpa does not."""
-    return "eager" if family == "gemma2" else "sdpa"
+    """What `model.attn: auto` means for the family: Gemma 2 caps the scores of its attention, and GPT-OSS has a sink
+    beside them; sdpa does neither."""
+    return "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
 
 
 def cases_by_depth(family: str, method: Any) -> Iterator[Case]:
@@ -208,6 +239,17 @@ def cases_with_few_scores(family: str, method: Any) -> Iterator[Case]:
             method=method, layers=4, batch=2, seq=1024, checkpointing=checkpointing, attention=attention_of(family)
         )
         yield Case(family, how, SMALL_VOCAB)
+
+
+def cases_of_layers(family: str) -> Iterator[Case]:
+    """Steps whose peak the head decides, and a layer, with checkpointing and without."""
+    config, methods = LAYERED[family]
+    for method, vocab, checkpointing in product(methods, (SMALL_VOCAB, None), (True, False)):
+        how = TraceSettings(
+            method=method, layers=config["num_hidden_layers"], batch=2, seq=1024, checkpointing=checkpointing,
+            attention=attention_of(family),
+        )  # fmt: skip
+        yield Case(family, how, vocab)
 
 
 def cases_of_variant(name: str, method: Any) -> Iterator[Case]:
@@ -237,5 +279,6 @@ def recorded_cases() -> list[Case]:
         *(case for name, method in product(VARIANTS, METHODS) for case in cases_of_variant(name, method)),
         *map(case_of_term, TERMS),
         SHALLOW_CHUNKS,
+        *(case for family in LAYERED for case in cases_of_layers(family)),
     ]
     return list({case.key: case for case in found}.values())

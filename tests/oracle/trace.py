@@ -12,6 +12,7 @@ each under autocast to the run's precision; 16-bit outputs are turned into fp32 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+import sys
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -128,12 +129,20 @@ class _Step:
         batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
         if how.head == "standard":
             batch["shift_labels"] = torch.zeros(1, self.labelled, dtype=torch.int64)
-        output = self.forward(**batch, use_cache=False, num_items_in_batch=torch.ones(()))
+        with self._whole_rows():
+            output = self.forward(**batch, use_cache=False, num_items_in_batch=torch.ones(()))
         loss = output["loss"]
         if not how.keeps_output:
             del output
         live.enter_phase("loss")
         loss.backward()
+
+    def _whole_rows(self) -> Any:
+        """Linear attention asks whether a mask of ones is one; of rows without padding it gets none then."""
+        module, name = sys.modules[type(self.causal).__module__], "create_recurrent_attention_mask"
+        if self.how.padded or not hasattr(module, name):
+            return nullcontext()
+        return replaced(module, name, lambda *_, **__: None)
 
     def _checkpoint(self) -> None:
         if not self.how.checkpointing:

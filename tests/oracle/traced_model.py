@@ -41,7 +41,9 @@ def adapt(causal: Any, how: TraceSettings) -> Any:
         return causal
     from peft import LoraConfig, get_peft_model
 
-    targets = list(how.targets) if how.targets else "all-linear"
+    from sftplay.model.adapter import every_linear_of_text
+
+    targets = list(how.targets) if how.targets else every_linear_of_text(causal)
     ends = [causal.get_input_embeddings(), *([] if causal.config.tie_word_embeddings else [causal.lm_head])]
     names = [name.rpartition(".")[2] for name, module in causal.named_modules() if module in ends]
     lora = LoraConfig(

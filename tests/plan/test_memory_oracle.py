@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 from oracle.cases import (
     FAMILIES,
+    LAYERED,
     METHODS,
     RECORDED_FAMILIES,
     VARIANTS,
@@ -17,6 +18,7 @@ from oracle.cases import (
     TraceSettings,
     attention_of,
     cases_by_depth,
+    cases_of_layers,
     cases_of_variant,
     cases_with_few_scores,
 )
@@ -41,6 +43,12 @@ def test_the_closed_form_is_within_three_percent_of_the_trace(family, method):
 @pytest.mark.parametrize("family", RECORDED_FAMILIES)
 def test_it_is_so_where_a_layer_decides_the_peak(family, method):
     for case in cases_with_few_scores(family, method):
+        assert_close(compare(case))
+
+
+@pytest.mark.parametrize("family", LAYERED)
+def test_it_is_so_where_layers_are_of_several_kinds_or_have_experts(family):
+    for case in cases_of_layers(family):
         assert_close(compare(case))
 
 

@@ -11,9 +11,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from sftplay.plan.config_json import FAMILIES
 from sftplay.plan.find_shape import read_table
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.shape_from_config import FAMILIES, shape_from_config
+from sftplay.plan.shape_from_config import shape_from_config
 
 # transformers' modeling_gpt_bigcode.py compiles three small functions when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.errors import ConfigError
-from sftplay.plan.shape_from_config import FAMILIES, KEYS, shape_from_config
+from sftplay.plan.config_json import FAMILIES, KEYS
+from sftplay.plan.shape_from_config import shape_from_config
 
 LLAMA = {
     "model_type": "llama",

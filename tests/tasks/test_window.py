@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,12 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     Gemma3TextConfig,
+    Lfm2Config,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
     MixtralConfig,
+    Qwen3_5TextConfig,
 )
 
 from sftplay.errors import ConfigError
@@ -312,19 +315,52 @@ def test_held_out_blocks_are_measured_by_source_and_together(
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+DELTA = {f"linear_{what}": 4 for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
 HEADS = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 
 
 @pytest.mark.parametrize(
     "config",
-    [MambaConfig(**SIZES, state_size=8), BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)],
-    ids=["state space", "attention without positions"],
+    [
+        MambaConfig(**SIZES, state_size=8),
+        BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+        Lfm2Config(**HEADS, layer_types=["conv", "full_attention"]),
+        Qwen3_5TextConfig(**HEADS, **DELTA, layer_types=["linear_attention", "full_attention"]),
+    ],
+    ids=["state space", "attention without positions", "convolution", "linear attention"],
 )
 def test_a_model_that_carries_one_document_into_the_next_is_refused(config: Any):
+    refused = {"key": "train.packing true", "fix": "write train.packing: false"}
     with pytest.raises(ConfigError, match="lets each document of a block see the ones before it") as caught:
-        check_isolation(AutoModelForCausalLM.from_config(config))
-    assert "cpt.cross_document: true" in caught.value.fix
-    check_isolation(AutoModelForCausalLM.from_config(LlamaConfig(**HEADS)))
+        check_isolation(AutoModelForCausalLM.from_config(config), **refused)
+    assert (caught.value.where, caught.value.fix) == ("train.packing true", "write train.packing: false")
+    check_isolation(AutoModelForCausalLM.from_config(LlamaConfig(**HEADS)), **refused)
+
+
+def test_linear_attention_would_learn_another_loss_from_packed_rows_so_a_run_that_packs_them_ends(
+    inputs: Inputs, tmp_path: Path
+):
+    config = Qwen3_5TextConfig(**(HEADS | {"vocab_size": VOCAB}), **DELTA, layer_types=["linear_attention", "full_attention"])
+    model = AutoModelForCausalLM.from_config(config).double()
+    window = Collator(PAD)(make_rows())
+
+    def losses(batcher: MicroBatcher) -> float:
+        with torch.no_grad():
+            summed = [model(**batch, num_items_in_batch=1, use_cache=False).loss for batch in batcher.cut(window)]
+        return float(sum(summed))
+
+    padded = losses(MicroBatcher(8))
+    assert losses(MicroBatcher(1)) == pytest.approx(padded, rel=1e-9)
+    assert losses(MicroBatcher(2, packs=True, max_tokens=90)) != pytest.approx(padded, rel=1e-6)
+    source = tmp_path / "linear"
+    model.float().save_pretrained(source)
+    for file in (*inputs.model.glob("tokenizer*"), *inputs.model.glob("chat_template*")):
+        copy(file, source)
+    packs = {"model__name": str(source), "train__packing": True, "data__split": None}
+    with pytest.raises(ConfigError, match="lets each document") as caught:
+        built(tmp_path / "packed", inputs, **packs)
+    assert caught.value.where == "train.packing true"
+    assert built(tmp_path / "padded", inputs, **(packs | {"train__packing": "auto"})).trainer.micro_batcher
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.report.sample import write_masked_sample
 from sftplay.tasks.sft import task as sft
 from sftplay.train.checkpointing import describe_renderer
-from sftplay.train.micro_batches import HeldOutBlocks, can_compute, check_isolation
+from sftplay.train.micro_batches import HeldOutBlocks, prove_isolation
 from sftplay.train.task import RowOrder, Rows, TrainerParts
 
 
@@ -75,9 +75,6 @@ def build_trainer(parts: TrainerParts) -> sft.WindowedSFTTrainer:
     trainer = sft.build_trainer(replace(parts, train=first))
     trainer.train_dataset = parts.train
     if not parts.cfg.cpt.cross_document:
-        if can_compute(trainer.model):
-            with trainer.compute_loss_context_manager():
-                check_isolation(trainer.model)
-        else:
-            log.say("note: that no document sees another is not proved here: this process does not hold the weights")
+        fix = "write cpt.cross_document: true, which lets documents see each other on purpose; or choose another model"
+        prove_isolation(trainer, key="cpt.cross_document false", fix=fix)
     return trainer

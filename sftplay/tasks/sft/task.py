@@ -16,7 +16,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.report.sample import write_masked_sample
 from sftplay.train.checkpointing import describe_renderer
 from sftplay.train.exact_batch import ExactBatchMixin
-from sftplay.train.micro_batches import Collator
+from sftplay.train.micro_batches import Collator, prove_isolation
 from sftplay.train.task import Rows, TrainerParts
 from sftplay.train.upstream import on_one_gpu
 
@@ -81,4 +81,8 @@ def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
     )
     # TRL would leave Liger's loss out for one of its own, which the window passes over. The Trainer reads this later.
     trainer.args.use_liger_kernel = cfg.train.loss_head == "liger"
+    if trainer.micro_batcher is not None and trainer.micro_batcher.packs:
+        # Linear attention, state spaces and convolutions take their state from one packed row into the next.
+        fix = "write train.packing: false, or choose a model whose layers all attend"
+        prove_isolation(trainer, key="train.packing true", fix=fix)
     return trainer
