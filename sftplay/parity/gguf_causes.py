@@ -28,7 +28,7 @@ ERRORS = {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3, "q8_0": 0.03, "q6_k": 0.06, "q
 WIDEST = 0.25
 """For kinds that keep four bits and fewer."""
 
-WORDS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+TORCH_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 def explain_gguf(file: Path, reference: Reference, questions: Sequence[Question]) -> list[str]:
@@ -55,7 +55,7 @@ def read_precision(file: Path) -> str | None:
     for tensor in tensors:
         if len(tensor.shape) > 1:
             counts[tensor.tensor_type.name.lower()] += int(tensor.n_elements)
-    kinds = [WORDS.get(kind, kind) for kind, count in counts.items() if count > 0.05 * counts.total()]
+    kinds = [TORCH_NAMES.get(kind, kind) for kind, count in counts.items() if count > 0.05 * counts.total()]
     return max(kinds, key=lambda kind: BOUNDS.get(kind, LOOSEST), default=None)
 
 
