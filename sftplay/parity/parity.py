@@ -24,7 +24,7 @@ from sftplay.model.weights_digest import digest_result
 from sftplay.parity import causes
 from sftplay.parity.by_transformers import READ_ERRORS
 from sftplay.parity.client import Server, find_server
-from sftplay.parity.compare import BOUNDS, Comparison, compare, find_change
+from sftplay.parity.compare import BOUNDS, LOOSEST, Comparison, compare, find_change
 from sftplay.parity.engine import EngineReply, Question
 from sftplay.parity.questions import choose_questions
 from sftplay.parity.reference import Reference
@@ -108,10 +108,10 @@ class ParityCheck:
         self, questions: Sequence[Question], origin: str, reply: EngineReply, fresh: EngineReply | None
     ) -> dict[str, Any]:
         stored, dtype_faults = self._read_dtype()
-        precision = max((reply.dtype or "float32", stored or "float32"), key=lambda name: BOUNDS.get(name, 0.0))
+        precision = max((reply.dtype or "float32", stored or "float32"), key=lambda name: BOUNDS.get(name, LOOSEST))
         if reply.dtype is None and stored is None:
             precision = self._base_dtype or "bfloat16"
-        bound = BOUNDS.get(precision, BOUNDS["bfloat16"])
+        bound = BOUNDS.get(precision, LOOSEST)
         found, changes, why = self._compare(questions, reply, bound)
         faults = []
         if fresh is not None and (stale := self._explain_stale(questions, reply, fresh, found, bound)):

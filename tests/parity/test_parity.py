@@ -376,3 +376,20 @@ def test_what_cannot_be_held_against_a_run_is_refused(run: Finished, words: list
     with redirect_stdout(io.StringIO()) as out:
         assert cli.main(["parity", "--run", str(run.folder.path), *words, "--json"]) == code
     assert what in json.loads(out.getvalue())["error"]["what"]
+
+
+def test_report_and_card_say_which_engines_the_run_was_held_against(run: Finished):
+    from sftplay.export.export import export
+
+    ask(run, "--against", "adapter")
+    out = export(run.cfg, run.folder, out=run.folder.path / "export")
+    before = (out / "README.md").read_text()
+    assert "| adapter | 20" in before
+    ask(run, "--against", "merged", "--n", "3")
+    after = (out / "README.md").read_text()
+    assert "| merged | 20" in after
+    assert "| 3 of 3 | 3 of 3 |" in after
+    assert after.partition("## Engines")[0] == before.partition("## Engines")[0]
+    page = (run.folder.path / "report.html").read_text()
+    assert all(text in page for text in ("Engines", "3 of 3", "Largest difference"))
+    assert str(run.folder.path) not in after
