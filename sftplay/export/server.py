@@ -109,17 +109,13 @@ def build_server(
 
 
 def end_with_this_process(session: int) -> subprocess.Popen[bytes]:
-    """Start a shell that kills this session when this process dies, by whatever signal.
+    """Start a process that kills this session when this process dies, by whatever signal.
 
     Linux kills the server itself then (`popen_tied`), but vLLM's engine would live on without its server.
     """
-    words = [
-        "/bin/sh",
-        "-c",
-        'read -r _; kill -KILL -- "-$0"',
-        str(session),
-    ]  # ends when the pipe's other end is closed
+    code = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"  # the pipe's other end is closed
     quiet = subprocess.DEVNULL
+    words = [sys.executable, "-I", "-S", "-c", code, str(session)]
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
