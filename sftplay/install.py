@@ -38,7 +38,7 @@ UNKNOWN_SIZE = "0.4 to 3.2 GB to fetch, up to 7 GB on disk, as the index's build
 2.73; torch 2.7.1, which came with CUDA 12.6, 3.0; the CPU build 0.19; on macOS 0.11. The 1.4 GB are measured."""
 
 VLLM_VERSION = "0.31.0"
-VLLM_SIZES = {True: "0.8 GB to fetch, 2.2 GB on disk", False: "4.0 GB to fetch, up to 12 GB on disk"}
+VLLM_SIZES = {True: "0.8 GB to fetch, 3.4 GB on disk", False: "4.0 GB to fetch, up to 12 GB on disk"}
 """For the build for CPUs, measured; for GPUs, the sum of the wheels and a guess of what they take on disk."""
 
 LOCK = Path("requirements.lock")
@@ -535,11 +535,10 @@ def list_vllm_steps(wanted: Environment, installer: Installer, stamp: Stamp) -> 
         last = [(BEGUN, "writing vLLM's metadata", [wanted.python, "-c", metadata])]
     else:  # the CUDA libraries that it asks for are not in the lock
         words, last = ["-c", str(wanted.lock), TORCH, build, *installer.name_index(stamp.index)], []
-    steps = [(BEGUN, f"installing {build}", installer.install(wanted, *words)), *last]
-    if not installer.uv and not os.environ.get("PYTHONDONTWRITEBYTECODE"):
-        # A server's three processes each import 6,400 modules: without .pyc files a start takes minutes.
-        steps.append((BEGUN, "compiling bytecode", [wanted.python, "-c", COMPILE]))
-    return steps
+    # Each of a server's processes imports 6,400 modules: without .pyc files a start takes minutes. It compiles what the
+    # installer has not, also where PYTHONDONTWRITEBYTECODE is set.
+    last.append((BEGUN, "compiling bytecode", [wanted.python, "-c", COMPILE]))
+    return [(BEGUN, f"installing {build}", installer.install(wanted, *words)), *last]
 
 
 def takes_cpu_vllm(index: str) -> bool:

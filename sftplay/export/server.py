@@ -108,6 +108,17 @@ def build_server(
     return Launch((sys.executable, "-P", *module, *flags), env | {"HF_HUB_CACHE": str(folder)})
 
 
+def end_with_this_process(session: int) -> subprocess.Popen[bytes]:
+    """Start a process that kills this session when this process dies, by whatever signal.
+
+    Linux kills the server itself then (`popen_tied`), but vLLM's engine would live on without its server.
+    """
+    code = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"  # the pipe's other end is closed
+    quiet = subprocess.DEVNULL
+    words = [sys.executable, "-I", "-S", "-c", code, str(session)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
+
+
 def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Path) -> int:
     """Start the server, report when it answers, and wait until it is stopped; return 128 + the signal's number.
 
@@ -118,6 +129,7 @@ def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Pat
     stopper = Forwarder(lambda process, _: process.terminate(), at_second=lambda process: process.kill())
     with log_file.open("wb") as handle, stopper.installed():
         process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
+        guard = end_with_this_process(process.pid)
         stopper.attach(process)
         try:
             deadline = time.monotonic() + START_S
@@ -136,6 +148,8 @@ def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Pat
             with suppress(ProcessLookupError):  # vLLM's engine and workers are in its session
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            guard.kill()
+            guard.communicate()
     if not stopper.received:
         lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
         # vLLM ends with what its outermost process says of the engine's end.

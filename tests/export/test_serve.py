@@ -261,6 +261,28 @@ def test_the_error_of_a_server_that_ends_by_itself_begins_with_the_cause(tmp_pat
     assert (shown[1].strip(), shown[-1].strip(), len(shown)) == ("ValueError: heads of 8", "line 39", 17)
 
 
+KILLED = """
+import sys
+from pathlib import Path
+from sftplay.export.server import run_server
+from sftplay.launch.command import Launch
+engine = "import os, subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); os.wait()"
+folder = Path(sys.argv[1])
+run_server(Launch((sys.executable, "-c", engine), {}), "x", port=1, cwd=folder, log_file=folder / "serve.log")
+"""
+
+
+def test_what_a_server_has_started_ends_with_a_verb_that_is_killed(tmp_path: Path):
+    log_file = tmp_path / "serve.log"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT)
+    wait_until(lambda: log_file.exists() and log_file.read_text().strip())
+    engine = int(log_file.read_text())
+    assert is_alive(engine)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not is_alive(engine), 60.0)
+
+
 def having(*installed: str) -> Any:
     return lambda name: name if name in installed else None
 

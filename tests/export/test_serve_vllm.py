@@ -167,8 +167,8 @@ def test_only_the_runs_model_is_listed_and_it_samples_as_the_run_does(client: An
 
 
 def test_a_stream_gives_the_whole_answer(client: Any):
-    whole = ask(client, PROMPTS[1], temperature=0).choices[0].message.content
-    parts = [part.choices[0].delta.content or "" for part in ask(client, PROMPTS[1], temperature=0, stream=True)]
+    whole = ask(client, PROMPTS[0], temperature=0).choices[0].message.content
+    parts = [part.choices[0].delta.content or "" for part in ask(client, PROMPTS[0], temperature=0, stream=True)]
     assert "".join(parts) == whole
     assert len([part for part in parts if part]) > 3
 
