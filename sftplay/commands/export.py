@@ -50,7 +50,9 @@ def export(args: Namespace) -> int:
         return _export_gguf(args)
     if args.quant or args.llama_cpp:
         what = "is of the format gguf"
-        raise ConfigError(what, where="--quant" if args.quant else "--llama-cpp", fix="add --format gguf, or leave it out")
+        raise ConfigError(
+            what, where="--quant" if args.quant else "--llama-cpp", fix="add --format gguf, or leave it out"
+        )
     cfg, folder = open_run(args)
     from sftplay.export.target import check_target
 
@@ -99,7 +101,9 @@ def _export_gguf(args: Namespace) -> int:
     tokens = parity["tokens"]
     if tokens["same"] < tokens["texts"]:
         what = f"{tokens['texts'] - tokens['same']} of {tokens['texts']:,} texts of all scripts have other tokens"
-        log.say(f"warning: llama.cpp has no rule {tokens['approximates']!r}: {what}; the run's own have the same", "export")
+        log.say(
+            f"warning: llama.cpp has no rule {tokens['approximates']!r}: {what}; the run's own have the same", "export"
+        )
     if args.json:
         print(json.dumps({"export": str(out), "parity": parity}))
     return 0

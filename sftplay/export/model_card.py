@@ -63,7 +63,11 @@ def write_card(run: PublicRun, path: Path, *, gguf: Mapping[str, Any] | None = N
         run=run,
         gguf=gguf,
         gguf_rows=[
-            [name, f"{file['same_tokens']} of {file['positions']}", *(f"{file[key]:.2g}" for key in ("mean_kl", "bound", "max_kl"))]
+            [
+                name,
+                f"{file['same_tokens']} of {file['positions']}",
+                *(f"{file[key]:.2g}" for key in ("mean_kl", "bound", "max_kl")),
+            ]
             for name, file in (gguf or {"files": {}})["files"].items()
         ],
         cfg=run.cfg,

@@ -24,7 +24,7 @@ SERVER_S = 600.0
 """For one request to the server in the child."""
 
 LARGE_BYTES = 2**30
-"""From here on all cores compute. Below, threads that wait for each other on busy cores take 20 times as long as one."""
+"""From here on all cores compute. Below, threads that wait for each other on busy cores take 20 times as long."""
 
 Logprobs = dict[int, float]
 """Token -> natural logarithm of its probability."""
@@ -93,7 +93,9 @@ def ask_llama_cpp(file: Path, job: Mapping[str, Any], *, deadline_s: float | Non
                 raise RunError(what, where=str(file), fix="try a machine with idle cores") from None
         if code != 0 or not told.is_file():
             lines = [line for line in heard.read_text(errors="replace").splitlines() if line.strip()]
-            said = next((line for line in lines if "error" in line.lower() or "failed" in line.lower()), lines[-1:] or "")
+            said = next(
+                (line for line in lines if "error" in line.lower() or "failed" in line.lower()), lines[-1:] or ""
+            )
             what = f"llama.cpp ended with {code}: {said}"
             raise RunError(what, where=str(file), fix="see whether the file is whole; report the message")
         reply: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
@@ -168,17 +170,18 @@ def run_child(asked: Path, told: Path) -> None:
 
     job = json.loads(asked.read_text(encoding="utf-8"))
     sequences, more = job.get("sequences", []), job.get("answer_tokens", 0)
-    longest = max([len(json.dumps(prompt)) for prompt in job.get("prompts", [])] + [len(ids) for ids, _ in sequences] + [512])
+    longest = max(
+        [len(json.dumps(prompt)) for prompt in job.get("prompts", [])] + [len(ids) for ids, _ in sequences] + [512]
+    )
     server = _Server(job["file"], context=longest + more + 64)
     texts = [server.tokenize(text) for text in job.get("texts", [])]
     prompts = [server.read_prompt(prompt) for prompt in job.get("prompts", [])]
     answers = [server.answer(ids, tokens=more) if more else [] for ids in prompts]
     scores = [
-        [server.score(ids[:end], top=job["top"]) for end in range(begin, len(ids) + 1)]
-        for ids, begin in sequences
+        [server.score(ids[:end], top=job["top"]) for end in range(begin, len(ids) + 1)] for ids, begin in sequences
     ]
     version = f"xllamacpp {xllamacpp.__version__}"
-    reply = {"version": version, "template": server.template(), "texts": texts, "prompts": prompts}
+    reply: dict[str, Any] = {"version": version, "template": server.template(), "texts": texts, "prompts": prompts}
     reply |= {"answers": answers, "scores": scores}
     told.write_text(json.dumps(reply), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Hold a GGUF file against the model it was written from: tokens of texts, and the scores of all tokens, by llama.cpp."""
+"""Hold a GGUF file against the model it was written from, by llama.cpp: tokens of texts, and scores of all tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ WIDEST = 1.0
 
 DIALOGUES = (
     [{"role": "user", "content": "Hello"}],
-    [{"role": "user", "content": "One\n\ntwo"}, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "3?"}],
+    [
+        {"role": "user", "content": "One\n\ntwo"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "3?"},
+    ],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
 )
 
@@ -63,7 +67,7 @@ def check_files(
 
 
 def check_template(file: Path, tokenizer: Any) -> int:
-    """Return how many dialogues llama.cpp renders to the tokens of the chat template; those that it refuses are not asked.
+    """Return how many dialogues llama.cpp renders to the tokens of the chat template; what it refuses is not asked.
 
     Raise RunError where one differs.
     """
@@ -76,8 +80,11 @@ def check_template(file: Path, tokenizer: Any) -> int:
             asked.append(dialogue)
     for dialogue, ours, theirs in zip(asked, expected, render_dialogues(file, asked) if asked else (), strict=True):
         if list(ours) != theirs:
-            what = f"llama.cpp renders {dialogue!r} as {tokenizer.decode(theirs)!r}, the model learned {tokenizer.decode(ours)!r}"
-            raise RunError(what, where=file.name, fix="simplify the chat template; llama.cpp's Jinja reads less than Python's")
+            found, learned = tokenizer.decode(theirs), tokenizer.decode(ours)
+            what = f"llama.cpp renders {dialogue!r} as {found!r}, the model learned {learned!r}"
+            raise RunError(
+                what, where=file.name, fix="simplify the chat template; llama.cpp's Jinja reads less than Python's"
+            )
     return len(asked)
 
 
@@ -95,9 +102,12 @@ def check_tokens(file: Path, tokenizer: Any, own_texts: Sequence[str], *, approx
     found = tokenize_all(file, [*texts, *normalized, *own])
     expected = [tokenizer(text, add_special_tokens=False).input_ids for text in (*texts, *own)]
     wrong = [number for number in range(len(texts)) if found[len(texts) + number] != expected[number]]
-    wrong_own = [number for number in range(len(own)) if found[2 * len(texts) + number] != expected[len(texts) + number]]
+    wrong_own = [
+        number for number in range(len(own)) if found[2 * len(texts) + number] != expected[len(texts) + number]
+    ]
     figures = {
-        "texts": len(texts), "same": len(texts) - len(wrong), "own_texts": len(own), "own_same": len(own) - len(wrong_own),
+        "texts": len(texts), "same": len(texts) - len(wrong),
+        "own_texts": len(own), "own_same": len(own) - len(wrong_own),
         "not_composed": sum(found[number] != expected[number] for number in range(len(texts))) - len(wrong),
         "approximates": approximates, "first": texts[wrong[0]] if wrong else None,
     }  # fmt: skip
@@ -107,9 +117,10 @@ def check_tokens(file: Path, tokenizer: Any, own_texts: Sequence[str], *, approx
         ours = tokenizer(text, add_special_tokens=False).input_ids
         place = next((at for at, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
         what = (
-            f"llama.cpp reads {len(wrong)} of {len(texts):,} texts and {len(wrong_own)} of {len(own)} of the run's as other "
-            f"tokens: at token {place} of {text[:80]!r} it has {tokenizer.convert_ids_to_tokens(theirs[place : place + 3])}, "
-            f"the model learned {tokenizer.convert_ids_to_tokens(ours[place : place + 3])}"
+            f"llama.cpp reads {len(wrong)} of {len(texts):,} texts and {len(wrong_own)} of {len(own)} of the run's as "
+            f"other tokens: at token {place} of {text[:80]!r} it has "
+            f"{tokenizer.convert_ids_to_tokens(theirs[place : place + 3])}, the model learned "
+            f"{tokenizer.convert_ids_to_tokens(ours[place : place + 3])}"
         )
         fix = "the pre-tokenizer's name or the vocabulary is wrong: report it with tokenizer.json"
         raise RunError(what, where=file.name, fix=fix)
@@ -127,17 +138,21 @@ def make_sequences(model: Any, prompts: Sequence[Sequence[int]], *, positions: i
     room = int(model.config.max_position_embeddings) - each
     sequences = []
     for prompt in prompts:
-        ids = torch.tensor([list(prompt)[-room:]], device=model.device)
-        length = ids.shape[1]
+        ids = list(prompt)[-room:]
+        begin, given, cache = len(ids), ids, None
         with torch.inference_mode():
             for _ in range(each):
-                ids = torch.cat([ids, model(input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
-        sequences.append((ids[0].tolist(), length))
+                done = model(
+                    input_ids=torch.tensor([given], device=model.device), past_key_values=cache, use_cache=True
+                )
+                given, cache = [int(done.logits[0, -1].argmax())], done.past_key_values
+                ids = ids + given
+        sequences.append((ids, begin))
     return sequences
 
 
 def reference_logprobs(model: Any, sequences: Sequences) -> list[torch.Tensor]:
-    """Return the model's log-probabilities of all tokens at each position of the answers, fp32 [positions, vocabulary]."""
+    """Return the model's log-probabilities at each position of the answers, fp32 [positions, vocabulary]."""
     found = []
     with torch.inference_mode():
         for ids, begin in sequences:
@@ -154,8 +169,8 @@ def check_scores(file: Path, sequences: Sequences, reference: Sequence[torch.Ten
     value = figures["max_kl" if exact else "mean_kl"]
     if not value <= bound or (exact and figures["same_tokens"] < figures["positions"]):
         what = (
-            f"llama.cpp answers otherwise than the model: {figures['same_tokens']} of {figures['positions']} greedy tokens are "
-            f"the same, and the divergence is {value:.3g} where {quant} may have {bound:g}"
+            f"llama.cpp answers otherwise than the model: {figures['same_tokens']} of {figures['positions']} greedy "
+            f"tokens are the same, and the divergence is {value:.3g} where {quant} may have {bound:g}"
         )
         fix = "take a wider format" if quant.startswith("q") and value < 10 * bound else "report it with config.json"
         raise RunError(what, where=file.name, fix=fix)

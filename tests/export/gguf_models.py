@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from sftplay.parity.texts import make_texts
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = 900
+ROWS = 640
 """Rows of the embeddings: more than the tokenizers have tokens."""
 
 # Of the tokenizer.json of Meta-Llama-3-8B, Qwen2-7B and Mistral-Nemo-Base-2407 on the hub.
@@ -33,13 +33,13 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 LLAMA3_CHAT = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' "
-    "+ message['content'] + '<|eot_id|>' }}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>' "
+    "+ '\\n\\n' + message['content'] + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 GEMMA_CHAT = (
-    "{{ bos_token }}{% set ns = namespace(before='') %}{% for message in messages %}{% if message['role'] == 'system' %}"
-    "{% set ns.before = message['content'] + '\\n\\n' %}{% else %}"
+    "{{ bos_token }}{% set ns = namespace(before='') %}{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{% set ns.before = message['content'] + '\\n\\n' %}{% else %}"
     "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' + ns.before "
     "+ message['content'] + '<end_of_turn>\\n' }}{% set ns.before = '' %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
@@ -55,18 +55,28 @@ MISTRAL_CHAT = (
 def read_corpus() -> tuple[str, ...]:
     files = [ROOT / "data" / "base" / name for name in ("alice.txt", "pep_0703.txt")]
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines(keepends=True)][:3000]
-    return (*lines, *make_texts(200, seed=1))
+    numbers = [
+        f"{number % 1000} {number % 100:02d}{number % 7}\n" for number in range(4000)
+    ]  # so that digits are joined
+    return (*lines, *numbers, *make_texts(200, seed=1))
 
 
-def byte_level(rule: str, special: list[str], *, chat: str, bos: str = "", eos: str, composes: bool = False, ignores: bool = False) -> Any:
+def byte_level(
+    rule: str, special: list[str], *, chat: str, bos: str = "", eos: str, composes: bool = False, ignores: bool = False
+) -> Any:
     """A byte-level BPE tokenizer with the rule."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignores))
-    steps = [pre_tokenizers.Split(Regex(rule), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    steps = [
+        pre_tokenizers.Split(Regex(rule), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     if composes:
         tokenizer.normalizer = normalizers.NFC()
-    trainer = trainers.BpeTrainer(vocab_size=800, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=560, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+    )
     tokenizer.train_from_iterator(read_corpus(), trainer)
     return finish(tokenizer, special, chat=chat, bos=bos, eos=eos)
 
@@ -76,7 +86,7 @@ def sentencepiece(special: list[str], *, chat: str, bos: str, eos: str, prepends
     draft = Tokenizer(models.BPE())
     draft.normalizer = normalizers.Replace(" ", "\u2581")
     draft.pre_tokenizer = pre_tokenizers.Split(Regex("\u2581*[^\u2581]*"), behavior="isolated")
-    trainer = trainers.BpeTrainer(vocab_size=500, limit_alphabet=120, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=330, limit_alphabet=100, show_progress=False)
     draft.train_from_iterator([text for text in read_corpus() if text.isascii()], trainer)
     pieces = sorted(draft.get_vocab(), key=draft.get_vocab().__getitem__)
     names = ["<unk>", bos, eos, *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -107,17 +117,34 @@ def finish(tokenizer: Tokenizer, special: list[str], *, chat: str, bos: str, eos
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
     given = {"bos_token": bos or None, "unk_token": unk or None}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=eos, chat_template=chat, **given)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=eos, pad_token=eos, chat_template=chat, **given
+    )
 
 
 TOKENIZERS: dict[str, Callable[[], Any]] = {
-    "llama3": cache(lambda: byte_level(
-        LLAMA3, ["<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"], chat=LLAMA3_CHAT,
-        bos="<|begin_of_text|>", eos="<|eot_id|>", ignores=True)),
-    "qwen2": cache(lambda: byte_level(QWEN2, ["<|endoftext|>", "<|im_start|>"], chat=CHATML, eos="<|im_end|>", composes=True)),
-    "tekken": cache(lambda: byte_level(TEKKEN, ["[INST]", "[/INST]"], chat=MISTRAL_CHAT, bos="<s>", eos="</s>", ignores=True)),
-    "llama2": cache(lambda: sentencepiece(["[INST]", "[/INST]"], chat=MISTRAL_CHAT, bos="<s>", eos="</s>", prepends=True)),
-    "gemma": cache(lambda: sentencepiece(["<start_of_turn>", "<end_of_turn>"], chat=GEMMA_CHAT, bos="<bos>", eos="<eos>", prepends=False)),
+    "llama3": cache(
+        lambda: byte_level(
+            LLAMA3, ["<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"], chat=LLAMA3_CHAT,
+            bos="<|begin_of_text|>", eos="<|eot_id|>", ignores=True,
+        )
+    ),
+    "qwen2": cache(
+        lambda: byte_level(
+            QWEN2, ["<|endoftext|>", "<|im_start|>"], chat=CHATML, eos="<|im_end|>", composes=True,
+        )
+    ),
+    "tekken": cache(
+        lambda: byte_level(TEKKEN, ["[INST]", "[/INST]"], chat=MISTRAL_CHAT, bos="<s>", eos="</s>", ignores=True)
+    ),
+    "llama2": cache(
+        lambda: sentencepiece(["[INST]", "[/INST]"], chat=MISTRAL_CHAT, bos="<s>", eos="</s>", prepends=True)
+    ),
+    "gemma": cache(
+        lambda: sentencepiece(
+            ["<start_of_turn>", "<end_of_turn>"], chat=GEMMA_CHAT, bos="<bos>", eos="<eos>", prepends=False,
+        )
+    ),
 }  # fmt: skip
 
 SHAPE: dict[str, Any] = {
@@ -130,20 +157,29 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+PLAIN = {"rope_type": "default", **ROPE}
+LINEAR = {"rope_type": "linear", "factor": 4.0, **ROPE}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("Llama", "llama3", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
-    "llama-biases": ("Llama", "llama2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **ROPE}, "attention_bias": True, "tie_word_embeddings": True}),
-    "mistral": ("Mistral", "tekken", {"rope_parameters": {"rope_type": "default", **ROPE}, "sliding_window": None}),
+    "llama-biases": (
+        "Llama", "llama2", {"rope_parameters": LINEAR, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "mistral": ("Mistral", "tekken", {"rope_parameters": PLAIN, "sliding_window": None}),
     "qwen2": ("Qwen2", "qwen2", {"head_dim": 16, "rope_parameters": YARN, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", "qwen2", {"rope_parameters": {"rope_type": "default", **ROPE}, "tie_word_embeddings": False}),
-    "qwen3-moe": ("Qwen3Moe", "qwen2", {"rope_parameters": {"rope_type": "default", **ROPE}, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}),
-    "gemma3": ("Gemma3", "gemma", {
-        "num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 50, "_sliding_window_pattern": 6,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "qwen3": ("Qwen3", "qwen2", {"rope_parameters": PLAIN, "tie_word_embeddings": False}),
+    "qwen3-moe": ("Qwen3Moe", "qwen2", {"rope_parameters": PLAIN, **EXPERTS}),
+    "gemma3": (
+        "Gemma3", "gemma",
+        {
+            "num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 50, "_sliding_window_pattern": 6,
+            "rope_parameters": GEMMA_ROPE,
         },
-    }),
+    ),
 }  # fmt: skip
 """Name -> the class of transformers, the tokenizer, and what the config says beside SHAPE."""
 
@@ -153,7 +189,12 @@ def make_model(name: str, **changes: Any) -> tuple[Any, Any]:
     family, tokenizer_name, more = FAMILIES[name]
     tokenizer = TOKENIZERS[tokenizer_name]()
     config_class = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
-    config = config_class(**{**SHAPE, **more, **changes}, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=None)
+    config = config_class(
+        **{**SHAPE, **more, **changes},
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, dtype=torch.float32)

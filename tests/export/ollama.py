@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-COMMANDS = ("FROM", "PARAMETER", "TEMPLATE", "SYSTEM", "ADAPTER", "DRAFT", "RENDERER", "PARSER", "REQUIRES", "LICENSE", "MESSAGE")
+COMMANDS = "FROM PARAMETER TEMPLATE SYSTEM ADAPTER DRAFT RENDERER PARSER REQUIRES LICENSE MESSAGE".split()  # noqa: SIM905
 PARAMETERS = {
-    "stop": str, "temperature": float, "top_p": float, "top_k": float, "min_p": float, "repeat_penalty": float, "num_ctx": int,
+    "stop": str, "temperature": float, "top_p": float, "top_k": float, "min_p": float, "repeat_penalty": float,
+    "num_ctx": int,
 }  # fmt: skip
 
 
@@ -31,7 +32,8 @@ def parse_modelfile(text: str) -> list[tuple[str, str]]:
                 raise ValueError(f"no parameter: {rest[:40]!r}")
             name, rest = f"{name} {match[1]}", rest[match.end() :]
         # A value ends at a line's end, or at the white space behind the quotes that closes it.
-        pattern = r'"""(.*?)"""(?=\s|$)' if rest.startswith('"""') else r'"([^"\n]*)"(?=\s|$)' if rest.startswith('"') else r"([^\n]*)"
+        patterns = {'"""': r'"""(.*?)"""(?=\s|$)', '"': r'"([^"\n]*)"(?=\s|$)', "": r"([^\n]*)"}
+        pattern = next(pattern for quote, pattern in patterns.items() if rest.startswith(quote))
         match = re.match(pattern, rest, re.DOTALL)
         if match is None:
             raise ValueError(f"a value has no end: {rest[:40]!r}")

@@ -24,6 +24,10 @@ from sftplay.model.tokenizer import end_token_ids
 
 PARITY = "parity.json"
 
+PROOF = "f32"
+PROOF_BYTES = 8 * 2**30
+"""A file in fp32 up to this size is made for the check, whatever was asked for: rounding hides a writer's faults."""
+
 
 @dataclass(frozen=True)
 class GgufModel:
@@ -65,6 +69,9 @@ def export_gguf(
     model, tokenizer = load_whole(cfg, folder)
     write, approximates = _find_writer(model, tokenizer, cfg=cfg, folder=folder, llama_cpp=llama_cpp)
     needed = len(quants) * 2 * size_bytes(model) if llama_cpp else sum(file_bytes(model, quant) for quant in quants)
+    of_proof = 4 * sum(parameter.numel() for parameter in model.parameters())
+    makes_proof = PROOF not in quants and of_proof <= PROOF_BYTES
+    needed += of_proof * makes_proof
     name = re.sub(r"[^\w.+-]+", "-", folder.path.resolve().name).strip("-") or "model"
     run = public_run(cfg, folder)
 
@@ -74,12 +81,18 @@ def export_gguf(
             log.status(f"writing {quant}", "export")
             files[quant] = scratch / f"{name}-{quant}.gguf"
             write(files[quant], quant)
+        proof = scratch / f"{name}-proof-{PROOF}.gguf"
+        if makes_proof:
+            log.status(f"writing {PROOF}, for the check alone", "export")
+            write(proof, PROOF)
         text, reason = _make_modelfile(model, tokenizer, cfg=cfg, file=next(iter(files.values())))
         (scratch / "Modelfile").write_text(text, encoding="utf-8")
         if reason:
             log.say(f"warning: the Modelfile has no TEMPLATE: {reason}", "export")
         log.status("holding the files against the model by llama.cpp", "export")
-        found = Redactor()(prove(GgufModel(model, tokenizer, files, approximates)))
+        proven = {PROOF: proof, **files} if makes_proof else files
+        found = Redactor()(prove(GgufModel(model, tokenizer, proven, approximates)))
+        proof.unlink(missing_ok=True)
         shutil.rmtree(scratch / "whole", ignore_errors=True)
         write_json(scratch / PARITY, found)
         write_records(run, scratch)

@@ -1,4 +1,4 @@
-"""The architectures that are written as GGUF: names of their tensors, hyperparameters, and what llama.cpp expects of both.
+"""The architectures that are written as GGUF: names of their tensors, hyperparameters, what llama.cpp expects of both.
 
 llama.cpp computes a family's graph from its own code: a value that this code has no key for must be the one it assumes,
 so every other value is refused by name. Sources: `src/models/*.cpp` and `conversion/*.py` of
@@ -36,6 +36,7 @@ class Family:
 
     norm_offset: float = 0.0
     """What transformers adds to the weight of a norm before it multiplies."""
+
 
 _SILU = ("silu", "swish")
 _QWEN = {"hidden_act": _SILU, "use_sliding_window": (False, None)}
@@ -186,16 +187,22 @@ def list_tensors(model: Any, family: Family) -> Iterator[tuple[str, tuple[int, .
         if name.endswith("experts.gate_up_proj"):  # [experts, gate and up, hidden]
             width = tensor.shape[1] // 2
             for part, rows in (("gate", slice(0, width)), ("up", slice(width, None))):
-                piece = tensor[:, rows]
                 wanted = f"{name.removesuffix('gate_up_proj')}{part}_proj.weight"
-                yield _name(names, wanted, family), tuple(piece.shape), lambda piece=piece: piece.float().contiguous()
+                yield _name(names, wanted, family), *_shape_and_values(tensor[:, rows], _keep)
             continue
         wanted = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
-        change = _find_change(name, config, family)
-        yield _name(names, wanted, family), tuple(tensor.shape), lambda t=tensor, f=change: f(t.float()).contiguous()
+        yield _name(names, wanted, family), *_shape_and_values(tensor, _find_change(name, config, family))
     if find_rope(config).get("rope_type") == "llama3":
         factors = _llama3_factors(config)
         yield "rope_freqs.weight", tuple(factors.shape), lambda: factors
+
+
+def _shape_and_values(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> tuple[tuple[int, ...], Make]:
+    return tuple(tensor.shape), lambda: change(tensor.float()).contiguous()
+
+
+def _keep(values: Tensor) -> Tensor:
+    return values
 
 
 def _name(names: gguf.TensorNameMap, name: str, family: Family) -> str:
@@ -214,7 +221,7 @@ def _find_change(name: str, config: Any, family: Family) -> Callable[[Tensor], T
     if family.norm_offset and name.endswith("norm.weight"):
         scale = _query_scale(config) if "q_norm" in name else 1.0
         return lambda values: (values + family.norm_offset) * scale
-    return lambda values: values
+    return _keep
 
 
 def permute(values: Tensor, heads: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Write Ollama's Modelfile: the chat template in Go's language, the tokens that end an answer, system prompt, sampling.
 
-Ollama (https://github.com/ollama/ollama, template/template.go) knows no Jinja: without a TEMPLATE it takes the most similar
-one of its own list. Here the pieces around each message are found by rendering marked messages, and hold only if they
-give the Jinja template's text for every dialogue that is tried.
+Ollama knows no Jinja (https://github.com/ollama/ollama, template/template.go): without a TEMPLATE it takes the most
+similar one of its own list. Here the pieces around each message are found by rendering marked messages, and hold only
+if they give the Jinja template's text for every dialogue that is tried.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ def find_pieces(tokenizer: Any) -> Pieces:
 
 def list_dialogues(*, has_system: bool) -> list[list[Message]]:
     """Return the dialogues that are tried: one to three turns, each with and without a system prompt."""
-    dialogues = []
+    dialogues = list[list[Message]]()
     for turns in (1, 2, 3):
         for system in ("", *(_TRIED[:3] if has_system else ())):
-            dialogue = [{"role": "system", "content": system}] if system else []
+            dialogue: list[Message] = [{"role": "system", "content": system}] if system else []
             for turn in range(turns):
                 dialogue.append({"role": "user", "content": _TRIED[turn]})
                 if turn + 1 < turns:
@@ -176,7 +176,7 @@ def _strip_end(text: str, end: str) -> str:
 def write_modelfile(
     file: str, tokenizer: Any, *, adds_bos: bool, end_tokens: Sequence[str], system: str, sampling: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Return the Modelfile's text for the GGUF `file` next to it, and why it has no TEMPLATE (empty where it has one)."""
+    """Return the Modelfile's text for the GGUF `file` next to it, and why it has no TEMPLATE: empty where it has."""
     lines = [f"FROM ./{file}"]
     reason = ""
     if tokenizer.chat_template:
@@ -187,13 +187,15 @@ def write_modelfile(
         except NoPieces as error:
             reason = " ".join(str(error).split())
             lines += [
-                "# No TEMPLATE: Ollama's language cannot say the chat template of this model, and Ollama would guess one.",
+                "# No TEMPLATE: Ollama's language cannot say this model's chat template, and Ollama would guess one.",
                 "# Use llama.cpp, which reads it from the file: llama-server --jinja --model " + file,
             ]
     else:
         lines.append('TEMPLATE """{{ .Prompt }}"""')
     if system and ('"""' in system or not all(map(_is_kept, system))):
-        lines.append("# The run's system prompt has characters that a Modelfile cannot hold; send it with each request.")
+        lines.append(
+            "# A Modelfile cannot hold the run's system prompt, for its characters: send it with each request."
+        )
     elif system:
         lines.append(f'SYSTEM """{system}"""')
     lines += [f"PARAMETER stop {_quote(token)}" for token in end_tokens]

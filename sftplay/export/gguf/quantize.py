@@ -1,12 +1,13 @@
 """Which number format each tensor of a GGUF file gets, and the values in that format.
 
-The mixtures are those of llama.cpp (`src/llama-quant.cpp`, `llama_tensor_get_type`). Formats of blocks of 256 values (the
-K-quants) are rounded by llama.cpp's own code, which the package xllamacpp brings; the others by the package `gguf`.
+The mixtures are those of llama.cpp (`src/llama-quant.cpp`, `llama_tensor_get_type`). Formats of blocks of 256 values,
+the K-quants, are rounded by llama.cpp's own code, which the package xllamacpp brings; others by the package `gguf`.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,14 +36,16 @@ _NARROW = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
 """What llama.cpp takes where a row is not a multiple of 256 values."""
 
 
-def check_quants(names: tuple[str, ...]) -> None:
+def check_quants(names: Sequence[str]) -> None:
     """Raise ConfigError for a mixture that is not written here."""
     for name in names:
         if name not in QUANTS:
             near = nearest_names(name, QUANTS)
             fix = f"did you mean {near[0]!r}?" if near else f"choose of {', '.join(QUANTS)}"
             what = f"{name!r} is not written here; there are {', '.join(QUANTS)}"
-            raise ConfigError(what, where="--quant", fix=f"{fix} llama-quantize makes others of the f16 file", nearest=near)
+            raise ConfigError(
+                what, where="--quant", fix=f"{fix} llama-quantize makes others of the f16 file", nearest=near
+            )
 
 
 def choose_type(name: str, shape: tuple[int, ...], quant: str, *, layers: int, is_tied: bool) -> Type:
@@ -77,15 +80,13 @@ def count_bytes(shape: tuple[int, ...], kind: Type) -> int:
 
 def quantize(values: np.ndarray[Any, Any], kind: Type, *, name: str) -> np.ndarray[Any, Any]:
     """Return fp32 values in the format. Raise RunError where one is not finite in it."""
-    if kind in _K_QUANTS:
-        done = _quantize_blocks(values, kind)
-    else:
-        with np.errstate(over="ignore"):
-            done = gguf.quants.quantize(values, kind)
-    is_float = kind in (Type.F32, Type.F16)
-    if not np.isfinite(done if is_float else values).all():
-        what = f"{name} has values that {kind.name} cannot hold"
+    largest = float(np.abs(values).max())
+    if not largest <= float(np.finfo(np.float16 if kind == Type.F16 else np.float32).max):
+        what = f"{name} has values that {kind.name} cannot hold (up to {largest:g})"
         raise RunError(what, where="--quant", fix="look for values that are not finite, or take bf16 instead of f16")
+    done: np.ndarray[Any, Any] = (
+        _quantize_blocks(values, kind) if kind in _K_QUANTS else gguf.quants.quantize(values, kind)
+    )
     return done
 
 

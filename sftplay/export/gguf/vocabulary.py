@@ -1,7 +1,7 @@
 """A fast tokenizer as llama.cpp's: tokens with kinds, merges or scores, and the name of the rule that splits texts.
 
-llama.cpp has no regular expressions of a file's own: it knows some rules by name. A rule of another tokenizer is written
-as SentencePiece's kind of vocabulary, which splits nothing; `sftplay/parity/gguf_check.py` counts what that changes.
+llama.cpp takes no regular expression from a file: it knows some rules by name. A rule of another tokenizer is written
+as SentencePiece's kind of vocabulary, which splits nothing; `parity/gguf_check.py` counts what that changes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _BYTES, _OWN_BYTES = "ByteLevel", "ByteLevel with its own rule"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
+_QWEN35 = r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
 RULES: dict[tuple[str, ...], str] = {
     (_OWN_BYTES,): "gpt-2",
     ("Digits", _OWN_BYTES): "smollm",
-    (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}", _BYTES): "llama-bpe",
-    (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}", _BYTES): "qwen2",
-    (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_TAIL}", _BYTES): "qwen35",
+    (_LLAMA3, _BYTES): "llama-bpe",
+    (_LLAMA3.replace("{1,3}", ""), _BYTES): "qwen2",
+    (_CONTRACTIONS + _QWEN35 + _TAIL, _BYTES): "qwen35",
     (rf"{_CASED}|{_UPPER}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}", _BYTES): "tekken",
-    (rf"{_CASED}{_CONTRACTIONS}?|{_UPPER}{_CONTRACTIONS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}", _BYTES): "gpt-4o",
-}  # fmt: skip
+    (
+        rf"{_CASED}{_CONTRACTIONS}?|{_UPPER}{_CONTRACTIONS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}",
+        _BYTES,
+    ): "gpt-4o",
+}
 """Steps of a tokenizer.json's pre_tokenizer -> llama.cpp's name of the rule (`src/llama-vocab.cpp`)."""
 
 SPACE = "\u2581"
@@ -100,7 +105,8 @@ def describe_vocabulary(tokenizer: Any, *, rows: int, end_ids: Sequence[int] = (
     kind_list = [kinds.get(number, TokenType.NORMAL if number in texts else TokenType.UNUSED) for number in range(rows)]
     return Vocabulary(
         tokens=tokens, kinds=kind_list, approximates=approximates, special=_find_special(tokenizer, end_ids),
-        adds_bos=_adds(tokenizer, tokenizer.bos_token_id, 0) and _template_writes_bos(tokenizer), adds_eos=_adds(tokenizer, tokenizer.eos_token_id, -1),
+        adds_bos=_adds(tokenizer, tokenizer.bos_token_id, 0) and _template_writes_bos(tokenizer),
+        adds_eos=_adds(tokenizer, tokenizer.eos_token_id, -1),
         chat_template=tokenizer.chat_template, **details,
     )  # fmt: skip
 
