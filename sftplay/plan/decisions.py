@@ -11,7 +11,6 @@ from sftplay.config.cluster import BACKEND, unsloth_conflicts
 from sftplay.config.run import FLASH_KERNELS, RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.plan.shape import ModelShape
-from sftplay.units import format_count
 
 if TYPE_CHECKING:
     from sftplay.machine.gpu import Machine
@@ -133,24 +132,6 @@ def scaled_rate(cfg: RunConfig) -> tuple[str, ...]:
     batches = f"found with {train.lr_batch_size} rows a step, {train.effective_batch_size} here"
     found = f"train.learning_rate {train.learning_rate:g} {batches}"
     return (f"{found}: train.lr_scaling {train.lr_scaling} trains with a peak rate of {train.peak_rate:.6g}",)
-
-
-ADAPTED_MIXTURES = frozenset({"mixtral", "olmoe", "qwen3_moe", "glm4_moe"})
-"""Families whose experts PEFT 0.21 adapts unasked (peft/utils/transformers_weight_conversion.py)."""
-
-
-def adapted_experts(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
-    """Return a note on what an adapter makes of experts, which are no linear layers; none for a dense model."""
-    lora = cfg.tuning.lora
-    if shape is None or not shape.experts or cfg.tuning.mode == "full" or lora.target_modules != "auto":
-        return ()
-    if shape.family not in ADAPTED_MIXTURES:
-        return ("the experts of this model train nothing: the adapter is on its other layers only",)
-    # Gate and up together have twice the rank, since they were two layers once; and the router is one layer.
-    of_expert = 2 * (shape.hidden + 2 * shape.mlp) + shape.mlp + shape.hidden
-    weights = lora.r * shape.layers * (shape.experts * of_expert + shape.hidden + shape.experts)
-    planned = "which the planned memory leaves out"
-    return (f"PEFT adapts the experts and the router too: {format_count(weights)} weights train there, {planned}",)
 
 
 def without_effect(cfg: RunConfig, machine: Machine) -> tuple[str, ...]:

@@ -12,15 +12,7 @@ from sftplay.config.cluster import BACKEND
 from sftplay.config.run import RunConfig
 from sftplay.config.section import find_spec
 from sftplay.errors import ConfigError, MachineError
-from sftplay.plan.decisions import (
-    Decision,
-    Decisions,
-    adapted_experts,
-    choose_backend,
-    decide_numerics,
-    scaled_rate,
-    without_effect,
-)
+from sftplay.plan.decisions import Decision, Decisions, choose_backend, decide_numerics, scaled_rate, without_effect
 from sftplay.plan.forecast import Forecast, Hardware, RowLengths, find_device, forecast, planned_tokens
 from sftplay.plan.memory import Size, Strategy
 from sftplay.plan.shape import ModelShape
@@ -227,8 +219,11 @@ def size_run(
     split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=tokens, estimate_for=estimate_for)
     rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
     sized = fill_open(decided, rest)
-    notes = [*scaled_rate(sized), *task.notes(sized, shape), *adapted_experts(sized, shape)]
-    notes += without_effect(sized, machine)
+    notes = [*scaled_rate(sized), *task.notes(sized, shape), *without_effect(sized, machine)]
+    if shape is not None and shape.experts:
+        from sftplay.plan.experts import adapted_experts
+
+        notes += adapted_experts(sized, shape)
     seen = estimate_for(int(sized.train.batch_size)) if estimate_for else None
     if seen is None:
         notes.append(f"memory is not planned: the shape of {cfg.model.name} is not known here")

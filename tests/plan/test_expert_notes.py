@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sftplay.config.load import load_config
 from sftplay.model.adapter import add_adapter
-from sftplay.plan.decisions import ADAPTED_MIXTURES, adapted_experts
+from sftplay.plan.experts import ADAPTED_MIXTURES, adapted_experts
 from sftplay.plan.shape_from_config import MIXTURES, shape_from_config
 from sftplay.units import format_count
 
