@@ -237,8 +237,8 @@ def describe_experts(model: nn.Module) -> str | None:
         return f"the experts ({size} weights) train nothing: the adapter is on the other layers only"
     # One wrapper lies in the other, so each pair is taken once.
     pairs = {p: p.numel() for module in wrappers for name, p in module.named_parameters() if "lora_" in name}
-    theirs = f"{format_count(sum(pairs.values()))} of the weights that train are theirs"
-    return f"PEFT adapts the experts and the router too: {theirs}; vLLM and SGLang serve such a run merged only"
+    share = f"{format_count(sum(pairs.values()))} of the weights that train are theirs"
+    return f"PEFT adapts the experts and the router too: {share}; vLLM and SGLang serve such a run merged only"
 
 
 def describe_parameters(model: nn.Module) -> dict[str, Any]:

@@ -220,6 +220,10 @@ def size_run(
     rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
     sized = fill_open(decided, rest)
     notes = [*scaled_rate(sized), *task.notes(sized, shape), *without_effect(sized, machine)]
+    if shape is not None and shape.experts:
+        from sftplay.plan.experts import adapted_experts
+
+        notes += adapted_experts(sized, shape)
     seen = estimate_for(int(sized.train.batch_size)) if estimate_for else None
     if seen is None:
         notes.append(f"memory is not planned: the shape of {cfg.model.name} is not known here")
