@@ -340,7 +340,9 @@ def test_a_model_that_carries_one_document_into_the_next_is_refused(config: Any)
 def test_linear_attention_would_learn_another_loss_from_packed_rows_so_a_run_that_packs_them_ends(
     inputs: Inputs, tmp_path: Path
 ):
-    config = Qwen3_5TextConfig(**(HEADS | {"vocab_size": VOCAB}), **DELTA, layer_types=["linear_attention", "full_attention"])
+    config = Qwen3_5TextConfig(
+        **(HEADS | {"vocab_size": VOCAB}), **DELTA, layer_types=["linear_attention", "full_attention"]
+    )
     model = AutoModelForCausalLM.from_config(config).double()
     window = Collator(PAD)(make_rows())
 
