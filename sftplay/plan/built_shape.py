@@ -112,7 +112,9 @@ def _describe_model(model: Any, text: Any, *, is_quantised: bool) -> ModelShape:
     inside = {id(p) for p in layers.parameters()}
     whole = {id(p): p.numel() for p in model.parameters()}
     of_text = {id(p) for part in (decoder, head) for p in part.parameters()}
-    outside_modules = (m for m in decoder.modules() if isinstance(m, nn.Linear) and id(m.weight) not in inside)
+    outside_modules = (
+        m for m in decoder.modules() if isinstance(m, nn.Linear) and m is not head and id(m.weight) not in inside
+    )
     outside = tuple(
         Linear(name="outside", inputs=m.in_features, outputs=m.out_features) for m in outside_modules
     )  # fmt: skip

@@ -105,9 +105,8 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
     why = "the rows are full blocks already" if cfg.learns_documents else why
     hands_on = shape is not None and shape.state_leaks
     if hands_on and cfg.packs_rows:
-        what = "its layers carry a state along the row, from one packed row into the next"
-        where = f"{cfg.origins.get('train.packing', 'train')} train.packing true"
-        raise ConfigError(what, where=where, fix="write train.packing: false, or leave it on auto")
+        what, where = "its layers carry a state from one packed row into the next", cfg.origins.get("train.packing", "")
+        raise ConfigError(what, where=f"{where} train.packing true", fix="write train.packing: false, or auto")
     why = "layers carry a state along the row, which packed rows would hand on" if hands_on else why
     rate = cfg.task.rates[cfg.tuning.mode]
     return {
