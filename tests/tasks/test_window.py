@@ -352,8 +352,8 @@ def test_linear_attention_would_learn_another_loss_from_packed_rows_so_a_run_tha
         return float(sum(summed))
 
     padded = losses(MicroBatcher(8))
-    assert losses(MicroBatcher(1)) == pytest.approx(padded, rel=1e-9)
-    assert losses(MicroBatcher(2, packs=True, max_tokens=90)) != pytest.approx(padded, rel=1e-6)
+    assert losses(MicroBatcher(1)) == pytest.approx(padded, rel=1e-6)  # the rule is computed in fp32
+    assert losses(MicroBatcher(2, packs=True, max_tokens=90)) != pytest.approx(padded, rel=1e-5)
     source = tmp_path / "linear"
     model.float().save_pretrained(source)
     for file in (*inputs.model.glob("tokenizer*"), *inputs.model.glob("chat_template*")):
