@@ -344,6 +344,7 @@ def test_linear_attention_would_learn_another_loss_from_packed_rows_so_a_run_tha
         **(HEADS | {"vocab_size": VOCAB}), **DELTA, layer_types=["linear_attention", "full_attention"]
     )
     model = AutoModelForCausalLM.from_config(config).double()
+    torch.nn.init.normal_(model.lm_head.weight)  # as large as after training, so that the state shows in the loss
     window = Collator(PAD)(make_rows())
 
     def losses(batcher: MicroBatcher) -> float:
