@@ -213,7 +213,7 @@ def _mlp_transient(shape: ModelShape, setup: MemorySetup, *, tokens: int) -> flo
     adapter, units = setup.adapter, shape.mlp * tokens
     # While the output is made: the stream, that output, and what the norm wrote.
     is_copied = adapter is not None and _pair_input_bytes(setup, adapter, into=out) > 0
-    streams = shape.hidden * (stream_bytes(shape, setup) + inner + (out + inner if is_copied else 0)) * tokens
+    streams: float = shape.hidden * (stream_bytes(shape, setup) + inner + (out + inner if is_copied else 0)) * tokens
     if shape.routed:
         from sftplay.plan.mixers import experts_work
 

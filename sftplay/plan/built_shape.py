@@ -52,7 +52,9 @@ def built_shape(config: Mapping[str, Any], *, name: str) -> ModelShape | None:
     try:
         found = json.loads(kept.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        log.status(f"counting {name} by transformers' own class, as no table has its family (up to a minute, once)", "plan")
+        log.status(
+            f"counting {name} by transformers' own class, as no table has its family (up to a minute, once)", "plan"
+        )
         found = _ask_child(config)
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, json.dumps(found))
@@ -110,7 +112,9 @@ def _describe_model(model: Any, text: Any, *, is_quantised: bool) -> ModelShape:
     inside = {id(p) for p in layers.parameters()}
     whole = {id(p): p.numel() for p in model.parameters()}
     of_text = {id(p) for part in (decoder, head) for p in part.parameters()}
-    outside_modules = (m for m in decoder.modules() if isinstance(m, nn.Linear) and id(m.weight) not in inside)
+    outside_modules = (
+        m for m in decoder.modules() if isinstance(m, nn.Linear) and m is not head and id(m.weight) not in inside
+    )
     outside = tuple(
         Linear(name="outside", inputs=m.in_features, outputs=m.out_features) for m in outside_modules
     )  # fmt: skip
@@ -124,7 +128,8 @@ def _describe_model(model: Any, text: Any, *, is_quantised: bool) -> ModelShape:
         tied=head.weight is embedding.weight, parts=parts if len(parts) > 1 else (), linears_outside=outside,
         other_params=other - sum(one.inputs * one.outputs for one in outside), unmodelled=tuple(unmodelled),
         vision_params=sum(size for key, size in whole.items() if key not in of_text),
-        layer_pattern=len(parts), experts=max(kind.experts for kind in parts), state_leaks=any(kind.state_leaks for kind in parts),
+        layer_pattern=len(parts), experts=max(kind.experts for kind in parts),
+        state_leaks=any(kind.state_leaks for kind in parts),
     )  # fmt: skip
 
 
@@ -159,15 +164,21 @@ def _describe_layer(layer: Any, text: Any, left_out: set[str], kind: str) -> Mod
     if stacked:
         experts, weights = stacked[0].shape[0], sum(p.numel() for p in stacked)
         width = weights // (3 * experts * hidden) or 1
-        chosen = min(experts, int(read("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk") or 1))
+        chosen = min(
+            experts, int(read("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk") or 1)
+        )
         routed = Routed(chosen=chosen, width=width, params=weights)
     norms = [child for name, child in layer.named_children() if "norm" in type(child).__name__.lower()]
     mixing = [one for one in linears if not one.is_mlp]
     names = {name.rpartition(".")[2] for name, _ in layer.named_parameters()}
-    leaks = any(word in kind for word in RECURRENT) or bool({"A_log", "dt_bias", "D"} & names) or any(isinstance(m, nn.Conv1d) for m in layer.modules())
+    carries = (
+        any(word in kind for word in RECURRENT)
+        or bool({"A_log", "dt_bias", "D"} & names)
+        or any(isinstance(m, nn.Conv1d) for m in layer.modules())
+    )
     heads = int(read("num_attention_heads", "n_head", "n_heads") or 1)
     widest = max((one.inputs for one in mixing if one.outputs == hidden), default=hidden)
-    is_plain = not leaks and {one.name for one in mixing} >= {"q_proj", "k_proj", "v_proj"}
+    is_plain = not carries and {one.name for one in mixing} >= {"q_proj", "k_proj", "v_proj"}
     kv_heads = int(read("num_key_value_heads", "num_kv_heads") or heads) if is_plain else heads
     mlps = [one for one in linears if one.is_mlp and one.outputs == hidden]
     dense = max((one.inputs for one in mlps), default=0) or (routed.width if routed else hidden)
@@ -182,7 +193,7 @@ def _describe_layer(layer: Any, text: Any, left_out: set[str], kind: str) -> Mod
         activation=str(read("hidden_activation", "hidden_act", "activation_function") or "silu"),
         softcap_final=read("final_logit_softcapping") is not None,
         softcap_attn=read("attn_logit_softcapping") is not None, sliding_window=read("sliding_window"), layer_pattern=1,
-        experts=experts, vision_params=0, unmodelled=(), routed=routed, state_leaks=leaks,
+        experts=experts, vision_params=0, unmodelled=(), routed=routed, state_leaks=carries,
     )  # fmt: skip
 
 

@@ -95,25 +95,24 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
         attn = attn if has_flash else Decision("eager", "the model caps the scores of its attention; sdpa does not")
     if shape is not None and shape.family == "gpt_oss" and cfg.model.attn != "eager" and "/" not in cfg.model.attn:
         if cfg.model.attn != "auto":
-            what = f"a learned sink stands beside the scores of its attention, which {cfg.model.attn} leaves out"
+            what = f"its attention has a learned sink, which {cfg.model.attn} leaves out"
             raise MachineError(what, where=where, fix="leave model.attn on auto (eager here)")
-        attn = Decision("eager", "a learned sink stands beside the scores of its attention; no installed kernel has it")
+        attn = Decision("eager", "its attention has a learned sink, which no installed kernel knows")
     has_varlen = (attn.value if cfg.model.attn == "auto" else cfg.model.attn) in FLASH_KERNELS
     by_tokens = train.batching == "tokens"
     why = "flash attention skips the gaps" if has_varlen else "without a varlen kernel packing costs more than it saves"
     why = "train.batching tokens forms micro-batches of padded rows" if by_tokens else why
     why = "the rows are full blocks already" if cfg.learns_documents else why
-    leaks = shape is not None and shape.state_leaks
-    if leaks and cfg.packs_rows:
-        what = "its layers carry a state along the row, from one packed row into the next"
-        where = f"{cfg.origins.get('train.packing', 'train')} train.packing true"
-        raise ConfigError(what, where=where, fix="write train.packing: false, or leave it on auto")
-    why = "layers carry a state along the row, which packed rows would hand on" if leaks else why
+    hands_on = shape is not None and shape.state_leaks
+    if hands_on and cfg.packs_rows:
+        what, where = "its layers carry a state from one packed row into the next", cfg.origins.get("train.packing", "")
+        raise ConfigError(what, where=f"{where} train.packing true", fix="write train.packing: false, or auto")
+    why = "layers carry a state along the row, which packed rows would hand on" if hands_on else why
     rate = cfg.task.rates[cfg.tuning.mode]
     return {
         "train.precision": precision,
         "model.attn": attn,
-        "train.packing": Decision(has_varlen and not by_tokens and not cfg.learns_documents and not leaks, why),
+        "train.packing": Decision(has_varlen and not by_tokens and not cfg.learns_documents and not hands_on, why),
         "train.optim": _decide_optimizer(cfg, chosen),
         "train.dataloader_pin_memory": Decision(bool(gpus), "page-locked memory speeds copies to a GPU only"),
         "train.learning_rate": Decision(rate, f"usual peak rate of {cfg.tuning.mode} {cfg.task_mode}"),

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import ConfigError
 
 if TYPE_CHECKING:
     from sftplay.plan.shape import ModelShape
@@ -31,44 +31,22 @@ def find_shape(
     Raises:
         ConfigError: a config.json that was found cannot be read or used.
     """
+    from sftplay.plan.shape_from_config import known_or_built
+
     if os.path.isdir(name):  # noqa: PTH112 - false for what is longer than a path
         return _read(Path(name) / "config.json", name)
     if builtin and name in builtin:
-        return _shape(builtin[name], name)
+        return known_or_built(builtin[name], name=name)
     if cached := _find_cached(name, revision):
         return _read(cached, name)
     table = read_table()
     same = [table[name]] if name in table else [table[known] for known in table if known.rpartition("/")[2] == name]
-    return _shape(same[0], name) if same and all(entry == same[0] for entry in same) else None
-
-
-def _shape(config: Any, name: str) -> ModelShape:
-    """The shape by the table of families, or as transformers builds the model where no family is known."""
-    from sftplay.plan.config_json import open_config
-    from sftplay.plan.shape_from_config import shape_from_config
-
-    text = open_config(config, name)
-    if text.is_known and not text.has_towers:
-        return shape_from_config(config, name=name)
-    from sftplay.plan.built_shape import built_shape, can_build
-
-    built = built_shape(config, name=name) if can_build(text) else None
-    return built or shape_from_config(config, name=name)
-
-
-def nearest_models(name: str, more: Iterable[str] = ()) -> list[str]:
-    """Return up to three names of the table (and `more`) that `name` may have been meant to be, best first.
-
-    Names that go on where `name` ends come first; without a slash, only last parts are compared.
-    """
-    spelled = {known if "/" in name else known.rpartition("/")[2]: known for known in [*sorted(read_table()), *more]}
-    lowered = {word.lower(): known for word, known in spelled.items()}
-    longer = [word for word in sorted(lowered) if name and word.startswith(name.lower())]
-    best = longer or nearest_names(name.lower(), lowered)
-    return [lowered[word] for word in best[:3]]
+    return known_or_built(same[0], name=name) if same and all(entry == same[0] for entry in same) else None
 
 
 def _read(path: Path, name: str) -> ModelShape:
+    from sftplay.plan.shape_from_config import known_or_built
+
     where = str(path)
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -79,7 +57,7 @@ def _read(path: Path, name: str) -> ModelShape:
         raise ConfigError(f"cannot be read: {error.strerror}", where=where, fix="make it a readable file") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"is not JSON: {error}", where=where, fix="copy the model's own config.json again") from None
-    return replace(_shape(config, where), name=name)
+    return replace(known_or_built(config, name=where), name=name)
 
 
 def _find_cached(name: str, revision: str | None) -> Path | None:

@@ -34,7 +34,8 @@ def layered_shape(text: ConfigJson, base: ModelShape) -> ModelShape:
         other += rows * base.layers * narrow + narrow
         outside = (Linear(name="per_layer_model_projection", inputs=base.hidden, outputs=base.layers * narrow),)
     return replace(
-        most, layers=base.layers, starts_at=0, other_params=other, unmodelled=unmodelled, parts=parts if len(parts) > 1 else (),
+        most, layers=base.layers, starts_at=0, other_params=other, unmodelled=unmodelled,
+        parts=parts if len(parts) > 1 else (),
         experts=max(kind.experts for kind in parts), state_leaks=any(kind.mixer for kind in parts),
         sliding_window=base.sliding_window, layer_pattern=_pattern(made), linears_outside=outside,
     )  # fmt: skip
@@ -59,7 +60,9 @@ def _whole(text: ConfigJson, key: str, usual: int) -> int:
     return text.whole(key) or usual
 
 
-def _add_experts(kind: ModelShape, text: ConfigJson, *, experts: str, width: int, chosen: str, usual: int) -> ModelShape:
+def _add_experts(
+    kind: ModelShape, text: ConfigJson, *, experts: str, width: int, chosen: str, usual: int
+) -> ModelShape:
     """The layer with so many gated experts of `width`, and a router."""
     count = text.whole(experts)
     if count is None:
@@ -72,7 +75,9 @@ def _add_experts(kind: ModelShape, text: ConfigJson, *, experts: str, width: int
 
 def _with_shared(kind: ModelShape, width: int, more: tuple[Linear, ...] = ()) -> ModelShape:
     """The layer with an MLP of `width`."""
-    made = (replace(one, **{"outputs" if one.inputs == kind.hidden else "inputs": width}) for one in _mlp(kind))
+    made = [
+        replace(one, outputs=width) if one.inputs == kind.hidden else replace(one, inputs=width) for one in _mlp(kind)
+    ]
     return replace(kind, mlp=width, linears=(*_attention(kind), *made, *more))
 
 
@@ -153,7 +158,7 @@ def _per_layer_width(text: ConfigJson) -> int:
 def _gemma(text: ConfigJson, base: ModelShape) -> list[ModelShape]:
     """Gemma 4: windows and whole rows with heads of two widths; keys and values shared by the last layers."""
     if narrow := _per_layer_width(text):
-        # What a layer is told of the token besides the stream: Gemma 3n's per-layer embeddings.
+        # What a layer is told of the token besides the stream, as in Gemma 3n.
         gates = (
             Linear(name="per_layer_input_gate", inputs=base.hidden, outputs=narrow),
             Linear(name="per_layer_projection", inputs=narrow, outputs=base.hidden),
@@ -178,9 +183,14 @@ def _gemma(text: ConfigJson, base: ModelShape) -> list[ModelShape]:
     kinds[-1] = FULL
     return [
         _gemma_layer(
-            base, head_dim=base.head_dim if kind == NEAR else wide, kv_heads=base.kv_heads if kind == NEAR else few,
-            is_near=kind == NEAR, has_values=kind == NEAR or not is_one, shares=n >= layers - shared, doubles=doubles,
-        )  # fmt: skip
+            base,
+            head_dim=base.head_dim if kind == NEAR else wide,
+            kv_heads=base.kv_heads if kind == NEAR else few,
+            is_near=kind == NEAR,
+            has_values=kind == NEAR or not is_one,
+            shares=n >= layers - shared,
+            doubles=doubles,
+        )
         for n, kind in enumerate(kinds)
     ]
 
@@ -196,11 +206,11 @@ def _gemma_layer(
     linears = []
     for one in base.linears:
         if one.name in widths:
-            one = replace(one, outputs=widths[one.name])  # noqa: PLW2901
+            one = replace(one, outputs=widths[one.name])
         elif one.name == "o_proj":
-            one = replace(one, inputs=base.heads * head_dim)  # noqa: PLW2901
+            one = replace(one, inputs=base.heads * head_dim)
         elif one.name == "down_proj":
-            one = replace(one, inputs=width)  # noqa: PLW2901
+            one = replace(one, inputs=width)
         if one.name not in dropped:
             linears.append(one)
     biases = sum(one.outputs for one in linears if one.bias) - sum(one.outputs for one in base.linears if one.bias)

@@ -172,14 +172,14 @@ def _layer_phase(
         if setup.checkpointing and shape.norm == "layer" and stream == FP32:
             works[-1] -= size.tokens * norm_kept(shape, setup)  # the first norm keeps the input, which is there already
     work = max(works)
-    early, late, each = gradients, gradients, 0.0
+    early, late, of_layer = gradients, gradients, 0.0
     if not size.accumulates:
         # The head's gradient is the first to be made and, untied, the embedding's the last.
         trained = trained_params(shape, setup)
         head = shape.vocab * shape.hidden / trained if setup.trains_all else 0.0
         layers = (shape.total_params - shape.other_params) / trained if setup.trains_all else 1.0
         early, late = gradients * head, gradients * (head + layers * (shape.layers - 1) / shape.layers)
-        each = gradients * layers / shape.layers
+        of_layer = gradients * layers / shape.layers
     left = kept / shape.layers
     if setup.checkpointing and setup.holds_inputs:
         # In the last layer all inputs are there, and the gradients of the others' save the one that enters it.
@@ -201,7 +201,7 @@ def _layer_phase(
         {SHARDING: start, "gradients": early, "activations": kept, "layer": work},
         *(
             # Backward leaves a kind of layers last in its first one, when layers before that are still to come.
-            {SHARDING: end, "gradients": late - kind.starts_at * each, "activations": left, "layer": last}
+            {SHARDING: end, "gradients": late - kind.starts_at * of_layer, "activations": left, "layer": last}
             for kind, last in zip(shape.kinds, works, strict=True)
         ),
         {SHARDING: start, "gradients": early, "activations": kept, "layer": last_norm},

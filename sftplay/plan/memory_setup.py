@@ -159,8 +159,8 @@ def trained_params(shape: ModelShape, setup: MemorySetup) -> int:
     for name in adapter.in_full:  # the embedding, the head, or one linear in every layer
         is_end = any(word in name for word in ("embed", "wte", "lm_head"))
         for kind in shape.kinds:
-            linears = [linear for linear in kind.linears if linear.name == name and not is_end]
-            in_full += kind.layers * sum(linear.inputs * linear.outputs for linear in linears)
+            named = [linear for linear in kind.linears if linear.name == name and not is_end]
+            in_full += kind.layers * sum(linear.inputs * linear.outputs for linear in named)
         in_full += shape.vocab * shape.hidden * is_end
     return pairs + rows + in_full
 

@@ -21,7 +21,7 @@ def mixer_kept(shape: ModelShape, setup: MemorySetup, *, inner: int) -> float:
     convolved = 2 * rule.key_heads * rule.key_dim + values
     # The convolution's input, and what its activation reads. Of the norm at the end: its input, the gate and what the
     # gate's activation wrote, all fp32, and the normed answers.
-    kept = 2 * convolved * inner + 3 * FP32 * values + inner * values
+    kept: float = 2 * convolved * inner + 3 * FP32 * values + inner * values
     if setup.has_autocast:
         # fp32: queries and keys before and after their norm, keys times beta, and what the system's solution is; next
         # to them the rounded copies that the products keep.

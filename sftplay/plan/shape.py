@@ -30,7 +30,7 @@ class DeltaRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """The experts of a layer, of which each token takes some. They are parameters of their own, and no linears."""
+    """The experts of a layer; each token takes some. They are parameters of their own, and no linears."""
 
     chosen: int  # experts of a token
     width: int  # between an expert's up and down projection

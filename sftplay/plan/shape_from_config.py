@@ -35,6 +35,17 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     return plain_shape(text, name=name)
 
 
+def known_or_built(config: Any, *, name: str) -> ModelShape:
+    """Read the shape by the table of families, or as transformers builds the model where no family is known."""
+    text = open_config(config, name)
+    if text.is_known and not text.has_towers:
+        return shape_from_config(config, name=name)
+    from sftplay.plan.built_shape import built_shape, can_build
+
+    built = built_shape(config, name=name) if can_build(text) else None
+    return built or shape_from_config(config, name=name)
+
+
 def plain_shape(text: ConfigJson, *, name: str) -> ModelShape:
     """Read the shape of a model whose layers are all alike."""
     family = text.family

@@ -1,4 +1,4 @@
-"""The parameters of what stands beside the text model of a multimodal one."""
+"""The parameters of the towers for images of a multimodal model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def count_vision(config: ConfigJson, hidden: int) -> int | None:
         return 0
     if (towers := config.outer.get("towers")) is not None:  # counted beforehand, in the shipped table
         return int(towers)
-    is_gemma3 = config.outer.get("model_type") == "gemma3" and isinstance(vision, Mapping)
-    if not is_gemma3 or vision.get("vision_use_head") is True:
+    if (
+        config.outer.get("model_type") != "gemma3"
+        or not isinstance(vision, Mapping)
+        or vision.get("vision_use_head") is True
+    ):
         return None
     tower = open_config({**_SIGLIP, **vision, "model_type": "siglip_vision_model"}, config.where)
     width, mlp, layers = tower.count("hidden"), tower.count("mlp"), tower.count("layers")

@@ -30,7 +30,7 @@ from sftplay.errors import (
 )
 from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.find_shape import find_shape, nearest_models, read_table
+from sftplay.plan.find_shape import find_shape, read_table
 
 if TYPE_CHECKING:
     from sftplay.plan.forecast import RowLengths
@@ -60,7 +60,7 @@ def require_shape(cfg: RunConfig) -> ModelShape:
     """
     if shape := known_shape(cfg):
         return shape
-    near = nearest_models(cfg.model.name, BUILTIN_CONFIGS)
+    near = _near(cfg.model.name)
     guess = f"did you mean {' or '.join(near)}? else " if near else ""
     fetch = "" if near else f", or `make download-model MODEL={cfg.model.name}`"
     what, where = f"the shape of {cfg.model.name!r} is not known here", cfg.origins.get("model.name", "model")
@@ -213,7 +213,7 @@ def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
     known = is_known(cfg)
     if known and name.startswith(BUILTIN):
         return
-    near = [] if known else nearest_models(name, BUILTIN_CONFIGS)
+    near = [] if known else _near(name)
     if name.startswith(BUILTIN):
         fix = f"did you mean {' or '.join(near or BUILTIN_CONFIGS)}?"
         raise ConfigError(f"there is no builtin model {name!r}", where=where, fix=fix, nearest=near)
@@ -221,6 +221,12 @@ def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
         if not known:
             log.say(f"{name} is not known here; the hub is asked", "model")
         ask_hub(name, cfg.model.revision, where=where)
+
+
+def _near(name: str) -> list[str]:
+    from sftplay.plan.near_names import nearest_models
+
+    return nearest_models(name, BUILTIN_CONFIGS)
 
 
 def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
@@ -232,7 +238,7 @@ def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
     try:
         return hub.check_reachable(name, revision, where=where)
     except MachineError as error:
-        near = nearest_models(name, BUILTIN_CONFIGS)
+        near = _near(name)
         if not near or near[0] == name:
             raise
         what = f"{name!r} is not known here ({error.what})"

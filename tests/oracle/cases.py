@@ -58,7 +58,7 @@ LAYERED: dict[str, tuple[dict[str, Any], tuple[Literal["full", "lora", "qlora"],
     "gemma4": (GEMMA4 | {"hidden_size_per_layer_input": 0}, ("full", "lora", "qlora")),
     "gemma4_ple": (GEMMA4 | {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 2048}, ("lora",)),
     "glm4_moe": (
-        LLAMA | EXPERTS | {"model_type": "glm4_moe", "head_dim": 64, "n_routed_experts": 16, "first_k_dense_replace": 1},
+        LLAMA | EXPERTS | {"model_type": "glm4_moe", "head_dim": 64, "n_routed_experts": 16},
         ("lora",),
     ),
     "gpt_oss": (

@@ -11,8 +11,8 @@ each under autocast to the run's precision; 16-bit outputs are turned into fp32 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from sftplay.plan.config_json import FAMILIES
+from sftplay.model.adapter import every_linear_of_text, names_of_experts
 from sftplay.plan.find_shape import read_table
+from sftplay.plan.memory_setup import Adapter, MemorySetup, trained_params
+from sftplay.plan.more_families import FAMILIES
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.shape_from_config import shape_from_config
+from sftplay.plan.shape_from_config import LAYERED, shape_from_config
 
 # transformers' modeling_gpt_bigcode.py compiles three small functions when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -27,7 +30,8 @@ def distinct() -> list[str]:
     """One name of the table for each shape that transformers can build."""
     found: dict[str, str] = {}
     for name, config in read_table().items():
-        if config["model_type"] not in OWN_CODE:
+        kind = config["model_type"]
+        if kind not in OWN_CODE and (kind in FAMILIES or "text_config" in config) and kind not in LAYERED - {"gpt_oss"}:
             kept = {key: value for key, value in config.items() if key not in ("max_position_embeddings", "seq_length")}
             found.setdefault(json.dumps(kept, sort_keys=True), name)
     return list(found.values())
@@ -178,7 +182,82 @@ def test_a_family_has_the_modules_transformers_builds(kind, config):
 
 def test_every_family_that_transformers_knows_is_built_here():
     built = {kind for kind, _ in VARIANTS} | {read_table()[name]["model_type"] for name in distinct()} | {"gemma3_text"}
-    assert set(FAMILIES) - set(OWN_CODE) <= built
+    assert set(FAMILIES) - set(OWN_CODE) <= built | {kind for kind, _ in OF_SEVERAL_KINDS}
+
+
+SEVERAL = {**LLAMA, "num_hidden_layers": 8, "head_dim": 16}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
+MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = {"shared_expert_intermediate_size": 40}
+PLAIN_INPUT = {"hidden_size_per_layer_input": 0}
+OF_SEVERAL_KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_5_text", SEVERAL | DELTA),
+    ("qwen3_5_text", SEVERAL | DELTA | {"attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen3_5_text", SEVERAL | DELTA | {"layer_types": ["full_attention", "linear_attention"] * 4}),
+    ("qwen3_5_moe_text", SEVERAL | DELTA | MIXED | SHARED),
+    ("qwen3_next", SEVERAL | DELTA | MIXED | SHARED),
+    ("gemma4_text", SEVERAL | {"vocab_size_per_layer_input": 100}),
+    (
+        "gemma4_text",
+        SEVERAL | PLAIN_INPUT | {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    ),
+    (
+        "gemma4_text",
+        SEVERAL
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100, "num_kv_shared_layers": 3}
+        | {"use_double_wide_mlp": True, "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2},
+    ),
+    (
+        "gemma4_text",
+        SEVERAL | PLAIN_INPUT | MIXED | {"enable_moe_block": True, "top_k_experts": 2, "attention_bias": True},
+    ),
+    (
+        "glm4_moe",
+        SEVERAL | {"n_routed_experts": 4, "moe_intermediate_size": 24, "n_shared_experts": 2, "use_qk_norm": True}
+        | {"first_k_dense_replace": 3, "attention_bias": True},
+    ),
+    ("glm4_moe", SEVERAL | {"n_routed_experts": 4, "moe_intermediate_size": 24}),
+    ("gpt_oss", SEVERAL | {"num_local_experts": 4}),
+    ("qwen3_moe", SEVERAL | MIXED),
+    ("ministral3", SEVERAL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "config"), OF_SEVERAL_KINDS, ids=lambda part: part if isinstance(part, str) else "")
+def test_layers_of_several_kinds_are_counted_as_transformers_builds_them_and_pairs_as_peft_adds_them(kind, config):
+    shape, model = shape_from_config({"model_type": kind, **config}, name="x"), build({"model_type": kind, **config})
+    assert shape.total_params == count(model)
+    head = model.get_output_embeddings()
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    assert shape.linear_params == sum(m.weight.numel() for m in linears)
+    assert sum(part.layers for part in shape.kinds) == shape.layers == config["num_hidden_layers"]
+    for layer, module in enumerate(layers_of(model)):
+        kinds = [part for part in shape.kinds if sum(one.inputs * one.outputs for one in part.linears)
+                 + part.layer_other_params == count(module)]  # fmt: skip
+        assert any(part.starts_at <= layer for part in kinds)
+    experts = [p for name, p in model.named_parameters() if p.ndim == 3 and "experts" in name]
+    assert sum(part.layers * part.routed.params for part in shape.kinds if part.routed) == sum(
+        p.numel() for p in experts if kind != "qwen3_moe"
+    )
+    assert shape.state_leaks == (kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
+    with torch.device("meta"):
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=every_linear_of_text(model)))
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    setup = MemorySetup(weight_bytes=2, compute_bytes=2, stream_bytes=2, adapter=Adapter(rank=4))
+    assert trained_params(shape, setup) == trained
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_moe"])
+def test_an_adapter_on_all_linears_gives_no_expert_a_pair_that_the_plan_does_not_count(kind):
+    """PEFT takes gate_proj for the name of an expert's layer in transformers 4, and passes over such a linear."""
+    config = {"model_type": kind, **SEVERAL, **MIXED, "n_routed_experts": 4}
+    model = build(config)
+    assert names_of_experts(model) >= {"gate_proj", "up_proj", "down_proj"}
+    with torch.device("meta"):
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=every_linear_of_text(model)))
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert trained
+    assert not [name for name in trained if "mlp" in name]
 
 
 def test_an_opt_with_a_narrow_embedding_is_counted_with_its_projections_and_said_to_be_unmodelled():

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sftplay.errors import ConfigError
-from sftplay.plan.find_shape import find_shape, nearest_models, read_table
+from sftplay.plan.find_shape import find_shape, read_table
+from sftplay.plan.near_names import nearest_models
 
 LLAMA = {
     "model_type": "llama",

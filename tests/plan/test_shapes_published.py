@@ -88,6 +88,27 @@ def test_the_total_is_the_one_of_the_card(name, billions):
     assert find_shape(name).total_params / 1e9 == pytest.approx(billions, abs=0.005)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        # The names: 27B, 35B-A3B, 122B-A10B, 397B-A17B (with a tower of 0.46 that is not loaded), 80B-A3B, 106B-A12B.
+        # What counts as active differs between cards by the embeddings.
+        ("Qwen/Qwen3.5-27B", 27, None),
+        ("Qwen/Qwen3.5-35B-A3B", 35, 3),
+        ("Qwen/Qwen3.5-122B-A10B", 122, 10),
+        ("Qwen/Qwen3.5-397B-A17B", 396, 17),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 80, 3),
+        ("zai-org/GLM-4.5-Air", 107, 12),
+    ],
+)
+def test_a_layered_model_has_the_parameters_of_its_name(name, billions, active):
+    shape = find_shape(name)
+    assert round(shape.total_params / 1e9) == billions
+    if active is not None:
+        embedding = shape.vocab * shape.hidden
+        assert shape.product_params / 1e9 - 1 < active < (shape.product_params + 2 * embedding) / 1e9 + 0.5
+
+
 def test_gemma_3_adds_its_vision_tower():
     # Gemma 3 report (arXiv 2503.19786), table 1: vision encoder 417M for 4B, 12B and 27B; the rest is the projector
     assert find_shape("google/gemma-3-4b-it").vision_params == pytest.approx(417e6, rel=0.01)
