@@ -92,18 +92,18 @@ LOOKS["status"] = {
 """Flags of verbs that import next to nothing."""
 
 GROUPS = {
-    "training": ("train", "resume", "sweep", "train-ray", "comm-check", "demo", "submit", "logs", "cancel"),
-    "data": (
+    "flags.training": ("train", "resume", "sweep", "train-ray", "comm-check", "demo", "submit", "logs", "cancel"),
+    "flags.data": (
         "init", "import-config", "ingest", "puzzle-data", "reward-check", "completion", "schema", "inspect", "render",
         "style",
     ),
-    "use": (
+    "flags.use": (
         "eval", "eval-test", "eval-quick", "eval-full", "eval-code", "lm-eval", "infer", "infer-batch", "merge",
         "download-model", "merge-test", "export", "parity", "serve", "report", "compare", "tensorboard", "sandbox",
     ),
-    "machine": ("plan", "setup-accelerate", "gpu-check"),
+    "flags": ("plan", "setup-accelerate", "gpu-check"),
 }  # fmt: skip
-"""Module of `sftplay.flags` -> the verbs whose flags stand there."""
+"""Module -> the verbs whose flags stand there."""
 
 WITHOUT_CONFIG = (
     "demo", "init", "import-config", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual",
@@ -302,7 +302,7 @@ def list_flags(verb: str) -> list[str]:
 def find_flags(verb: str) -> dict[str, dict[str, Any]]:
     """Return flag -> keywords of argparse's `add_argument`, besides --config and --json."""
     group = next((name for name, verbs in GROUPS.items() if verb in verbs), None)
-    flags: dict[str, dict[str, Any]] = import_module(f"sftplay.flags.{group}").FLAGS[verb] if group else {}
+    flags: dict[str, dict[str, Any]] = import_module(f"sftplay.{group}").FLAGS[verb] if group else {}
     return flags or LOOKS.get(verb, {})
 
 

@@ -256,13 +256,18 @@ def describe_parameters(model: nn.Module) -> dict[str, Any]:
 
 
 def check_names(model: nn.Module, lora: LoraConfig) -> None:
-    """Raise ConfigError, with the nearest name, where target_modules or modules_to_save names no module."""
+    """Raise ConfigError, with the nearest name, where target_modules or modules_to_save names no module.
+
+    target_modules may also name the layers that experts had in transformers 4, where PEFT knows them.
+    """
     known = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
     full = [name for name, _ in model.named_modules()]
     targets = [] if lora.target_modules == "auto" else lora.target_modules
+    others = names_of_experts(model)
     for key, names in (("target_modules", targets), ("modules_to_save", lora.modules_to_save)):
         for name in names:
-            if not any(path == name or path.endswith(f".{name}") for path in full):
+            is_expert = key == "target_modules" and name in others
+            if not is_expert and not any(path == name or path.endswith(f".{name}") for path in full):
                 near = nearest_names(name, known)
                 fix = f"did you mean {near[0]!r}?" if near else f"use names such as {', '.join(sorted(known)[:8])}"
                 what = f"no module of this model is called {name!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sftplay.plan.families import COMMON, Family
+from sftplay.plan.config_json import COMMON, Family
 
 _GPT2_KEYS = {
     "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "mlp": "n_inner", "max_positions": "n_positions",

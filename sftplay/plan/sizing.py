@@ -221,9 +221,9 @@ def size_run(
     sized = fill_open(decided, rest)
     notes = [*scaled_rate(sized), *task.notes(sized, shape), *without_effect(sized, machine)]
     if shape is not None and shape.experts:
-        from sftplay.plan.experts import adapted_experts
+        from sftplay.plan.experts import describe_adapted
 
-        notes += adapted_experts(sized, shape)
+        notes += describe_adapted(sized, shape)
     seen = estimate_for(int(sized.train.batch_size)) if estimate_for else None
     if seen is None:
         notes.append(f"memory is not planned: the shape of {cfg.model.name} is not known here")

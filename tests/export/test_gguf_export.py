@@ -94,10 +94,10 @@ def test_the_folder_holds_checked_files_a_modelfile_and_a_card(
 def test_a_file_that_fails_its_check_ends_with_5_and_leaves_nothing(
     call: Any, positions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from sftplay.export.gguf import families
-
     # In the family qwen3 nothing may be permuted.
     from dataclasses import replace
+
+    from sftplay.export.gguf import families
 
     monkeypatch.setitem(
         families.FAMILIES, "Qwen3ForCausalLM", replace(families.FAMILIES["Qwen3ForCausalLM"], permutes=True)

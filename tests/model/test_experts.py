@@ -80,7 +80,8 @@ def test_experts_that_train_nothing_are_said_with_their_size():
 
 
 def test_pairs_on_experts_are_said_with_their_size():
-    adapted = add_adapter(make("qwen3_moe"), LoraConfig(r=4))
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate", "gate_proj", "up_proj", "down_proj"]
+    adapted = add_adapter(make("qwen3_moe"), LoraConfig(r=4, target_modules=names))
     experts = 2 * 4 * (8 * (64 + 64) + 4 * (32 + 64))  # rank 8 on gate and up together
     router = 2 * 4 * (64 + 4)
     assert experts + router == 11_808

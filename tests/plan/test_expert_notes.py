@@ -12,10 +12,9 @@ from project import ROOT
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sftplay.config.load import load_config
-from sftplay.model.adapter import add_adapter
-from sftplay.plan.experts import ADAPTED_MIXTURES, adapted_experts
+from sftplay.model.adapter import add_adapter, names_of_experts
+from sftplay.plan.experts import ADAPTED_MIXTURES, EXPERT_NAMES, describe_adapted
 from sftplay.plan.shape_from_config import MIXTURES, shape_from_config
-from sftplay.units import format_count
 
 SMALL = {"num_hidden_layers": 2}
 CFG = load_config(ROOT / "configs/run_lora.yaml")
@@ -30,29 +29,38 @@ def open_family(family: str) -> tuple[Any, Any]:
     return model, shape_from_config({k: v for k, v in published.items() if v is not None}, name=family)
 
 
+def with_targets(targets: Any) -> Any:
+    lora = CFG.tuning.lora.model_copy(update={"target_modules": targets})
+    return CFG.model_copy(update={"tuning": CFG.tuning.model_copy(update={"lora": lora})})
+
+
+@pytest.mark.parametrize("targets", ["auto", ("q_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")])
 @pytest.mark.parametrize("family", sorted(MIXTURES))
-def test_the_note_is_what_peft_makes_of_the_experts(family: str):
+def test_the_note_is_what_peft_makes_of_the_experts(family: str, targets: Any):
     model, shape = open_family(family)
-    adapted = add_adapter(model, CFG.tuning.lora)
-    pairs = {p: p.numel() for m in adapted.modules() if isinstance(m, ParamWrapper) for p in m.parameters()}
-    trained = sum(size for parameter, size in pairs.items() if parameter.requires_grad)
-    (note,) = adapted_experts(CFG, shape)
-    if trained:
-        assert f"{format_count(trained)} weights train there" in note
-    else:
-        assert "train nothing" in note
+    cfg = with_targets(targets)
+    present = {name.rpartition(".")[2] for name, _ in model.named_modules()} | names_of_experts(model)
+    lora = cfg.tuning.lora
+    if targets != "auto":
+        lora = lora.model_copy(update={"target_modules": [name for name in targets if name in present]})
+    adapted = add_adapter(model, lora)
+    trains = any(isinstance(module, ParamWrapper) for module in adapted.modules())
+    (note,) = describe_adapted(cfg, shape)
+    assert ("adapts the experts" in note, "train nothing" in note) == (trains, not trains)
 
 
 def test_the_families_are_those_that_peft_converts():
     converted = {name for name, kind in _MODEL_TO_CONVERSION_PATTERN.items() if kind in _MOE_TARGET_MODULE_MAPPING}
     assert converted >= ADAPTED_MIXTURES
     assert not (MIXTURES & converted) - ADAPTED_MIXTURES
+    kinds = {_MODEL_TO_CONVERSION_PATTERN[name] for name in ADAPTED_MIXTURES}
+    assert {name for kind in kinds for name in _MOE_TARGET_MODULE_MAPPING[kind]} == EXPERT_NAMES | {"gate"}
 
 
 def test_a_dense_model_and_a_full_run_have_no_note():
     _, shape = open_family("mixtral")
     config = CONFIG_MAPPING["qwen3"](**SMALL).to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
-    assert adapted_experts(CFG, shape_from_config(config, name="dense")) == ()
+    assert describe_adapted(CFG, shape_from_config(config, name="dense")) == ()
     full = CFG.model_copy(update={"tuning": CFG.tuning.model_copy(update={"mode": "full"})})
-    assert adapted_experts(full, shape) == ()
-    assert adapted_experts(CFG, None) == ()
+    assert describe_adapted(full, shape) == ()
+    assert describe_adapted(CFG, None) == ()

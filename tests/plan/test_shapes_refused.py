@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.errors import ConfigError
-from sftplay.plan.families import KEYS
+from sftplay.plan.config_json import KEYS
 from sftplay.plan.more_families import FAMILIES
 from sftplay.plan.shape_from_config import shape_from_config
 
