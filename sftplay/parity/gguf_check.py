@@ -121,8 +121,8 @@ def check_tokens(file: Path, tokenizer: Any, own_texts: Sequence[str], *, approx
             (at for at, (a, b) in enumerate(zip(engine_ids, model_ids)) if a != b), min(len(engine_ids), len(model_ids))
         )
         what = (
-            f"llama.cpp reads {len(wrong)} of {len(texts):,} texts and {len(wrong_own)} of {len(run_texts)} of the run's as "
-            f"other tokens: at token {place} of {text[:80]!r} it has "
+            f"llama.cpp reads {len(wrong)} of {len(texts):,} texts and {len(wrong_own)} of {len(run_texts)} of the run's "
+            f"as other tokens: at token {place} of {text[:80]!r} it has "
             f"{tokenizer.convert_ids_to_tokens(engine_ids[place : place + 3])}, the model learned "
             f"{tokenizer.convert_ids_to_tokens(model_ids[place : place + 3])}"
         )
@@ -138,14 +138,14 @@ def _escapes_spaces(backend: Any) -> bool:
 
 def make_sequences(model: Any, prompts: Sequence[Sequence[int]], *, positions: int = POSITIONS) -> Sequences:
     """Return the prompts with the model's greedy answers, not ended by an end token, `positions` tokens in all."""
-    each = math.ceil(positions / len(prompts))
-    room = int(model.config.max_position_embeddings) - each
+    tokens_each = math.ceil(positions / len(prompts))
+    room = int(model.config.max_position_embeddings) - tokens_each
     sequences = []
     for prompt in prompts:
         ids = list(prompt)[-room:]
         begin, given, cache = len(ids), ids, None
         with torch.inference_mode():
-            for _ in range(each):
+            for _ in range(tokens_each):
                 done = model(
                     input_ids=torch.tensor([given], device=model.device), past_key_values=cache, use_cache=True
                 )
