@@ -121,7 +121,7 @@ def check_tokens(file: Path, tokenizer: Any, own_texts: Sequence[str], *, approx
             (at for at, (a, b) in enumerate(zip(engine_ids, model_ids)) if a != b), min(len(engine_ids), len(model_ids))
         )
         what = (
-            f"llama.cpp reads {len(wrong)} of {len(texts):,} texts and {len(wrong_own)} of {len(run_texts)} of the run's "
+            f"llama.cpp reads {len(wrong)} of {len(texts):,} texts and {len(wrong_own)} of {len(run_texts)} of its run "
             f"as other tokens: at token {place} of {text[:80]!r} it has "
             f"{tokenizer.convert_ids_to_tokens(engine_ids[place : place + 3])}, the model learned "
             f"{tokenizer.convert_ids_to_tokens(model_ids[place : place + 3])}"
