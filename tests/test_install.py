@@ -224,7 +224,7 @@ def test_extras_are_installed_within_the_lock(pip, monkeypatch):
     assert [re.match(r"[a-z]+", requirement)[0] for requirement in wanted[1:]] == ["deepspeed", "ray"]
 
 
-@pytest.mark.parametrize("extra", ["serve", "ingest"])
+@pytest.mark.parametrize("extra", ["serve", "ingest", "gguf"])
 def test_the_lock_of_an_extra_holds_what_it_asks_for_and_the_base_lock_none_of_it(extra):
     def pins(name):
         lines = (line.partition(";")[0].split("==") for line in (ROOT / name).read_text().splitlines() if "==" in line)

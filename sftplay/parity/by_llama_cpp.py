@@ -82,23 +82,23 @@ def ask_llama_cpp(file: Path, job: Mapping[str, Any], *, deadline_s: float | Non
     if deadline_s is None:
         deadline_s = DEADLINE_S + DEADLINE_S_PER_GIB * file.stat().st_size / 2**30
     with tempfile.TemporaryDirectory() as place:
-        asked, told, heard = (Path(place) / name for name in ("job.json", "reply.json", "output"))
+        asked, replied, output_file = (Path(place) / name for name in ("job.json", "reply.json", "output"))
         asked.write_text(json.dumps({"file": str(file), **job}), encoding="utf-8")
-        argv = [sys.executable, "-m", "sftplay.parity.by_llama_cpp", str(asked), str(told)]
-        with heard.open("wb") as output:
+        argv = [sys.executable, "-m", "sftplay.parity.by_llama_cpp", str(asked), str(replied)]
+        with output_file.open("wb") as output:
             try:
                 code = subprocess.run(argv, stdout=output, stderr=output, timeout=deadline_s, check=False).returncode
             except subprocess.TimeoutExpired:
                 what = f"llama.cpp has not answered in {deadline_s:g} s"
                 raise RunError(what, where=str(file), fix="try a machine with idle cores") from None
-        if code != 0 or not told.is_file():
-            lines = [line for line in heard.read_text(errors="replace").splitlines() if line.strip()]
+        if code != 0 or not replied.is_file():
+            lines = [line for line in output_file.read_text(errors="replace").splitlines() if line.strip()]
             said = next(
                 (line for line in lines if "error" in line.lower() or "failed" in line.lower()), lines[-1:] or ""
             )
             what = f"llama.cpp ended with {code}: {said}"
             raise RunError(what, where=str(file), fix="see whether the file is whole; report the message")
-        reply: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
+        reply: dict[str, Any] = json.loads(replied.read_text(encoding="utf-8"))
         return reply
 
 
@@ -164,7 +164,7 @@ class _Server:
         return [(one["id"], one["logprob"]) for one in step["top_logprobs"] if one["logprob"] > -1e30]
 
 
-def run_child(asked: Path, told: Path) -> None:
+def run_child(asked: Path, replied: Path) -> None:
     """Answer the job in `asked`: what the child does."""
     import xllamacpp
 
@@ -183,7 +183,7 @@ def run_child(asked: Path, told: Path) -> None:
     version = f"xllamacpp {xllamacpp.__version__}"
     reply: dict[str, Any] = {"version": version, "template": server.template(), "texts": texts, "prompts": prompts}
     reply |= {"answers": answers, "scores": scores}
-    told.write_text(json.dumps(reply), encoding="utf-8")
+    replied.write_text(json.dumps(reply), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def check_files(
     """
     reference_model = model.float()
     first = next(iter(files.values()))
-    own = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in prompts]
-    tokens = check_tokens(first, tokenizer, [*own, *texts], approximates=approximates)
+    run_texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in prompts]
+    tokens = check_tokens(first, tokenizer, [*run_texts, *texts], approximates=approximates)
     dialogues = check_template(first, tokenizer)
     sequences = make_sequences(reference_model, prompts)
     reference = reference_logprobs(reference_model, sequences)
@@ -78,9 +78,11 @@ def check_template(file: Path, tokenizer: Any) -> int:
                 tokenizer.apply_chat_template(dialogue, add_generation_prompt=True, tokenize=True, return_dict=False)
             )
             asked.append(dialogue)
-    for dialogue, ours, theirs in zip(asked, expected, render_dialogues(file, asked) if asked else (), strict=True):
-        if list(ours) != theirs:
-            found, learned = tokenizer.decode(theirs), tokenizer.decode(ours)
+    for dialogue, wanted, engine_ids in zip(
+        asked, expected, render_dialogues(file, asked) if asked else (), strict=True
+    ):
+        if list(wanted) != engine_ids:
+            found, learned = tokenizer.decode(engine_ids), tokenizer.decode(wanted)
             what = f"llama.cpp renders {dialogue!r} as {found!r}, the model learned {learned!r}"
             raise RunError(
                 what, where=file.name, fix="simplify the chat template; llama.cpp's Jinja reads less than Python's"
@@ -95,32 +97,34 @@ def check_tokens(file: Path, tokenizer: Any, own_texts: Sequence[str], *, approx
     lacks. llama.cpp does not compose characters (NFC): where the tokenizer does, composed texts are compared, and texts
     that differ otherwise are counted as `not_composed`. Raise RunError with the first difference.
     """
-    texts, own = make_texts(), list(dict.fromkeys(own_texts))
+    texts, run_texts = make_texts(), list(dict.fromkeys(own_texts))
     backend = tokenizer.backend_tokenizer
     normalize = backend.normalizer.normalize_str if backend.normalizer and not _escapes_spaces(backend) else str
     normalized = [normalize(text) for text in texts]
-    found = tokenize_all(file, [*texts, *normalized, *own])
-    expected = [tokenizer(text, add_special_tokens=False).input_ids for text in (*texts, *own)]
+    found = tokenize_all(file, [*texts, *normalized, *run_texts])
+    expected = [tokenizer(text, add_special_tokens=False).input_ids for text in (*texts, *run_texts)]
     wrong = [number for number in range(len(texts)) if found[len(texts) + number] != expected[number]]
     wrong_own = [
-        number for number in range(len(own)) if found[2 * len(texts) + number] != expected[len(texts) + number]
+        number for number in range(len(run_texts)) if found[2 * len(texts) + number] != expected[len(texts) + number]
     ]
     figures = {
         "texts": len(texts), "same": len(texts) - len(wrong),
-        "own_texts": len(own), "own_same": len(own) - len(wrong_own),
+        "own_texts": len(run_texts), "own_same": len(run_texts) - len(wrong_own),
         "not_composed": sum(found[number] != expected[number] for number in range(len(texts))) - len(wrong),
         "approximates": approximates, "first": texts[wrong[0]] if wrong else None,
     }  # fmt: skip
     if wrong_own or (wrong and not approximates):
-        text = own[wrong_own[0]] if wrong_own else normalized[wrong[0]]
-        theirs = found[2 * len(texts) + wrong_own[0]] if wrong_own else found[len(texts) + wrong[0]]
-        ours = tokenizer(text, add_special_tokens=False).input_ids
-        place = next((at for at, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
+        text = run_texts[wrong_own[0]] if wrong_own else normalized[wrong[0]]
+        engine_ids = found[2 * len(texts) + wrong_own[0]] if wrong_own else found[len(texts) + wrong[0]]
+        model_ids = tokenizer(text, add_special_tokens=False).input_ids
+        place = next(
+            (at for at, (a, b) in enumerate(zip(engine_ids, model_ids)) if a != b), min(len(engine_ids), len(model_ids))
+        )
         what = (
-            f"llama.cpp reads {len(wrong)} of {len(texts):,} texts and {len(wrong_own)} of {len(own)} of the run's as "
-            f"other tokens: at token {place} of {text[:80]!r} it has "
-            f"{tokenizer.convert_ids_to_tokens(theirs[place : place + 3])}, the model learned "
-            f"{tokenizer.convert_ids_to_tokens(ours[place : place + 3])}"
+            f"llama.cpp reads {len(wrong)} of {len(texts):,} texts and {len(wrong_own)} of {len(run_texts)} of its run "
+            f"as other tokens: at token {place} of {text[:80]!r} it has "
+            f"{tokenizer.convert_ids_to_tokens(engine_ids[place : place + 3])}, the model learned "
+            f"{tokenizer.convert_ids_to_tokens(model_ids[place : place + 3])}"
         )
         fix = "the pre-tokenizer's name or the vocabulary is wrong: report it with tokenizer.json"
         raise RunError(what, where=file.name, fix=fix)
@@ -134,14 +138,14 @@ def _escapes_spaces(backend: Any) -> bool:
 
 def make_sequences(model: Any, prompts: Sequence[Sequence[int]], *, positions: int = POSITIONS) -> Sequences:
     """Return the prompts with the model's greedy answers, not ended by an end token, `positions` tokens in all."""
-    each = math.ceil(positions / len(prompts))
-    room = int(model.config.max_position_embeddings) - each
+    tokens_each = math.ceil(positions / len(prompts))
+    room = int(model.config.max_position_embeddings) - tokens_each
     sequences = []
     for prompt in prompts:
         ids = list(prompt)[-room:]
         begin, given, cache = len(ids), ids, None
         with torch.inference_mode():
-            for _ in range(each):
+            for _ in range(tokens_each):
                 done = model(
                     input_ids=torch.tensor([given], device=model.device), past_key_values=cache, use_cache=True
                 )
@@ -185,8 +189,8 @@ def measure_scores(file: Path, sequences: Sequences, reference: Sequence[torch.T
     for rows, steps in zip(reference, replies, strict=True):
         for row, step in zip(rows, steps, strict=True):
             divergences.append(divergence(row, step))
-            best, theirs = int(row.argmax()), max(step, key=lambda token: step[token])
-            same += best == theirs or float(row[best] - row[theirs]) < 1e-4
+            best, chosen = int(row.argmax()), max(step, key=lambda token: step[token])
+            same += best == chosen or float(row[best] - row[chosen]) < 1e-4
             worst = max(worst, abs(float(row[best]) - step.get(best, -math.inf)))
     return {
         "positions": len(divergences), "same_tokens": same, "max_kl": max(divergences),
@@ -197,10 +201,11 @@ def measure_scores(file: Path, sequences: Sequences, reference: Sequence[torch.T
 def divergence(reference: torch.Tensor, found: Mapping[int, float] | Logprobs) -> float:
     """Return KL(reference || found) in nats; tokens that `found` lacks are taken as one."""
     tokens = list(found)
-    ours, theirs = reference.double()[tokens], torch.tensor([found[token] for token in tokens], dtype=torch.float64)
-    total = float((ours.exp() * (ours - theirs)).sum())
+    expected = reference.double()[tokens]
+    scores = torch.tensor([found[token] for token in tokens], dtype=torch.float64)
+    total = float((expected.exp() * (expected - scores)).sum())
     if len(tokens) < len(reference):
-        rest = max(0.0, 1.0 - float(ours.exp().sum()))
-        missing = max(1e-12, 1.0 - float(theirs.exp().sum()))
+        rest = max(0.0, 1.0 - float(expected.exp().sum()))
+        missing = max(1e-12, 1.0 - float(scores.exp().sum()))
         total += rest * math.log(rest / missing) if rest > 1e-9 else 0.0
     return max(0.0, total)

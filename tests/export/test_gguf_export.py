@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ gguf = pytest.importorskip("gguf", reason="needs make install EXTRAS=gguf")
 pytest.importorskip("xllamacpp", reason="needs make install EXTRAS=gguf")
 
 from sftplay.export.gguf import export as gguf_export  # noqa: E402
+from sftplay.export.gguf import families  # noqa: E402
 from sftplay.parity import gguf_check  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
@@ -65,7 +67,7 @@ def test_the_folder_holds_checked_files_a_modelfile_and_a_card(
     out = tmp_path / "out"
     code, document, said = call("--format", "gguf", "--quant", "f16,q8_0", "--out", out)
     assert code == 0, said
-    documents.check(document, "export")
+    documents.check(document, "verbs/export")
     name = run.folder.path.name
     files = {f"{name}-f16.gguf", f"{name}-q8_0.gguf"}
     assert {path.name for path in out.glob("*.gguf")} == files  # the one in fp32 was for the check
@@ -95,10 +97,13 @@ def test_a_file_that_fails_its_check_ends_with_5_and_leaves_nothing(
     call: Any, positions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # In the family qwen3 nothing may be permuted.
+<<<<<<< HEAD
     from dataclasses import replace
 
     from sftplay.export.gguf import families
 
+=======
+>>>>>>> w-gguf
     monkeypatch.setitem(
         families.FAMILIES, "Qwen3ForCausalLM", replace(families.FAMILIES["Qwen3ForCausalLM"], permutes=True)
     )
@@ -115,7 +120,7 @@ def test_a_file_that_fails_its_check_ends_with_5_and_leaves_nothing(
         (["--format", "gguf", "--dtype", "bf16"], "does not go with --format gguf"),
         (["--quant", "f16"], "is of the format gguf"),
         (["--llama-cpp", "x"], "is of the format gguf"),
-        (["--format", "gguf", "--llama-cpp", "nowhere"], "convert_hf_to_gguf.py is missing"),
+        (["--format", "gguf", "--llama-cpp", "nowhere"], "holds no converter of llama.cpp"),
     ],
 )
 def test_what_does_not_go_together_is_refused(words: list[str], what: str, call: Any, tmp_path: Path):

@@ -148,8 +148,10 @@ def find_converter(checkout: Path) -> Path:
     """Return the script of a checkout of llama.cpp. Raise ConfigError where it has none."""
     script = checkout / CONVERTER
     if not script.is_file():
-        what = f"{script} is missing"
-        raise ConfigError(what, where="--llama-cpp", fix="name a checkout of https://github.com/ggml-org/llama.cpp")
+        what = "holds no converter of llama.cpp"
+        raise ConfigError(
+            what, where=f"--llama-cpp {checkout}", fix="name a checkout of https://github.com/ggml-org/llama.cpp"
+        )
     return script
 
 

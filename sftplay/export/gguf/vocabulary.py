@@ -195,7 +195,7 @@ def _unsplit_details(
     """Return a byte-level vocabulary as SentencePiece's, for a rule that llama.cpp has no name for.
 
     No token crosses the rule's borders, so most texts are joined alike without it. Digits in pairs from the left are
-    pairs of one score, of which the leftmost is joined first.
+    pairs of one score: the leftmost is joined first.
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
