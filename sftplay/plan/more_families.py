@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sftplay.plan.config_json import COMMON, Family
+from sftplay.plan.shape import Family
 
 _GPT2_KEYS = {
     "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "mlp": "n_inner", "max_positions": "n_positions",
@@ -33,7 +33,6 @@ _SHARED_MLP = {"mlp": "shared_expert_intermediate_size"}
 _QWEN_MIXTURE = {"head_dim": 256, "shared_expert_intermediate_size": 512}
 
 FAMILIES: Mapping[str, Family] = {
-    **COMMON,
     "ministral": Family(defaults=_WINDOW),
     "ministral3": Family(),
     "qwen": Family(

@@ -1,9 +1,10 @@
-"""A language model's shape: the counts from which every byte of a plan follows. It reads no file."""
+"""A language model's shape: the counts from which every byte of a plan follows; a family's habits of naming."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,3 +103,39 @@ class ModelShape:
         """Weights of the layers that a token is multiplied with: those of linears and of the experts it takes."""
         routed = sum(k.layers * k.routed.params * k.routed.chosen // k.experts for k in self.kinds if k.routed)
         return self.linear_params + routed
+
+
+Flag = bool | str  # true, False, or the config.json key that decides
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the config.json of a family leaves unsaid. The defaults describe a Llama."""
+
+    keys: Mapping[str, str] = field(default_factory=dict)  # word of `KEYS` -> this family's spelling, where it differs
+    # Values of keys that published files of the family leave out: its configuration class has them.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Four names, or two when queries, keys and values come from one projection.
+    attention: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    # Three names, or two: then the first one is gate and up together if `gated`, else up alone.
+    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    gated: bool = True
+    qkv_bias: Flag = False
+    out_bias: Flag = False
+    mlp_bias: Flag = False
+    head_bias: bool = False
+    tied: bool = False  # whether the head shares the embedding when config.json does not say
+    norm: Literal["rms", "layer"] = "rms"
+    norm_vectors: int = 1  # trained vectors of a norm: 0, 1 (weight) or 2 (and bias)
+    norms: int = 2
+    norms_when_parallel: int | None = None  # norms in a layer whose attention and MLP are parallel; None means `norms`
+    embedding_norm: bool = False
+    qk_norm: Flag = False
+    qk_norm_of: Literal["head", "width"] = "head"  # A norm's length: one head shared by all, or all heads side by side
+    qk_norm_vectors: int = 1
+    parallel: Flag = False
+    position_rows: int | None = None  # None without learned positions, else the rows beyond `max_positions`
+    mlp_is_four_hidden: bool = False  # True when a missing width of the MLP means four times `hidden`
+    mlp_divisor: int = 1  # what the config's width is divided by: a legacy Qwen writes gate and up together
+    expert_biases: bool = False  # biases of experts and router, and a learned sink for each head: GPT-OSS
+    pattern: int = 1  # layers after which kinds of attention repeat, when config.json does not say

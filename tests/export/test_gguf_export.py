@@ -97,13 +97,6 @@ def test_a_file_that_fails_its_check_ends_with_5_and_leaves_nothing(
     call: Any, positions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # In the family qwen3 nothing may be permuted.
-<<<<<<< HEAD
-    from dataclasses import replace
-
-    from sftplay.export.gguf import families
-
-=======
->>>>>>> w-gguf
     monkeypatch.setitem(
         families.FAMILIES, "Qwen3ForCausalLM", replace(families.FAMILIES["Qwen3ForCausalLM"], permutes=True)
     )
