@@ -126,7 +126,7 @@ def test_every_setting_of_every_target_arrives_as_it_was_typed(
 @pytest.mark.contract
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_program_is_one_file_and_no_command_line(attack: str, place: Place):
-    words = ["READY=", "UNSLOTH_READY=", *(f"{program}={ATTACKS[attack]}" for program in PROGRAMS)]
+    words = ["READY=", "UNSLOTH_READY=", "VLLM_READY=", *(f"{program}={ATTACKS[attack]}" for program in PROGRAMS)]
     done = place.make("-k", *words, "install", "plan", "test-unsloth", "trian")
     assert done.returncode == 2
     assert place.is_untouched
