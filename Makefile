@@ -123,7 +123,7 @@ manual: $(READY) ## the config manual, docs/config.md
 architecture: ## docs/architecture.md, drawn from the code
 	@exec "$$TYPED_PYTHON" docs/architecture.py
 engines: $(READY) ## docs/engines.md: what PEFT, vLLM and SGLang make of adapters and merged models, from configs alone
-	@exec "$$TYPED_PYTHON" docs/engines.py
+	@exec "$$TYPED_PY" docs/engines.py
 matrix: $(READY) ## what goes together: mode, strategy, precision; docs/strategies.md (JSON=1)
 	@$(SFTPLAY) matrix $(JSONFLAG) $(WORDS)
 download-model: $(READY) ## fetch a model from the hub into its cache: MODEL=org/name (REVISION=)

@@ -148,6 +148,13 @@ def test_ready_and_a_python_in_the_environment_build_nothing_and_are_used(place:
 
 
 @pytest.mark.contract
+def test_the_page_of_engines_is_written_by_the_python_that_has_the_libraries(place: Place):
+    done = place.make("-s", "engines", READY="1", PY=str(place.recorder), PYTHON="false")
+    assert done.returncode == 0, done.stderr
+    assert [call[3:] for call in place.calls()] == [["docs/engines.py"]]
+
+
+@pytest.mark.contract
 def test_what_the_make_of_another_project_passes_on_is_let_be(place: Place):
     done = place.make("-s", "FOO=$(shell touch pwned)", "SETTINGS=$(shell touch pwned)", "help", MAKELEVEL="1")
     assert (done.returncode, place.is_untouched) == (0, True)

@@ -240,7 +240,10 @@ def test_a_rope_that_has_no_key_is_refused(name: str, rope: dict[str, Any], tmp_
 def test_a_mixture_that_is_not_written_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="'q4_k_s' is not written here") as refusal:
         quantize.check_quants(("f16", "q4_k_s"))
-    assert "q4_k_m" in refusal.value.fix
+    assert refusal.value.fix == "did you mean 'q4_k_m'? (llama-quantize makes others of the f16 file)"
+    with pytest.raises(ConfigError) as refusal:
+        quantize.check_quants(("zz",))
+    assert refusal.value.fix == "choose one of these (llama-quantize makes others of the f16 file)"
 
 
 def test_layers_without_a_period_are_refused():

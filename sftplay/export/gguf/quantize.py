@@ -41,10 +41,10 @@ def check_quants(names: Sequence[str]) -> None:
     for name in names:
         if name not in QUANTS:
             near = nearest_names(name, QUANTS)
-            fix = f"did you mean {near[0]!r}?" if near else f"choose of {', '.join(QUANTS)}"
+            fix = f"did you mean {near[0]!r}?" if near else "choose one of these"
             what = f"{name!r} is not written here; there are {', '.join(QUANTS)}"
             raise ConfigError(
-                what, where="--quant", fix=f"{fix} llama-quantize makes others of the f16 file", nearest=near
+                what, where="--quant", fix=f"{fix} (llama-quantize makes others of the f16 file)", nearest=near
             )
 
 
