@@ -98,8 +98,8 @@ def check_tokens(file: Path, tokenizer: Any, own_texts: Sequence[str], *, approx
     """Compare llama.cpp's tokens of 1,000 texts of all scripts and of the run's own texts with the tokenizer's.
 
     The run's own must be the same. Of the others a share may differ only where `approximates` names a rule that
-    llama.cpp lacks. llama.cpp does not compose characters (NFC): where the tokenizer does, composed texts are compared, and texts
-    that differ otherwise are counted as `not_composed`. Raise RunError with the first difference.
+    llama.cpp lacks. llama.cpp does not compose characters (NFC): where the tokenizer does, composed texts are compared,
+    and texts that differ otherwise are counted as `not_composed`. Raise RunError with the first difference.
     """
     texts, run_texts = make_texts(), list(dict.fromkeys(own_texts))
     backend = tokenizer.backend_tokenizer

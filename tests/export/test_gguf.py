@@ -107,12 +107,16 @@ BOUNDED = {"f16": 0.6, "bf16": 0.6, "q8_0": 0.35, "q6_k": 0.3, "q5_k_m": 0.27, "
 """Mixture -> its file is at most so large, relative to fp32's."""
 
 
+@cache
+def make_wide() -> tuple[Any, Any]:
+    """A model with rows of 256 values, as the K-quants need, and 8 layers, of which some get more bits."""
+    return make_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8, initializer_range=0.06)
+
+
 @pytest.fixture(scope="module")
 def wide() -> tuple[Any, Any, Any, Any]:
-    """A model with rows of 256 values, as the K-quants need, and 8 layers, of which some get more bits."""
-    model, tokenizer = make_model(
-        "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8, initializer_range=0.06
-    )
+    """`make_wide` with its greedy answers and what it says of them."""
+    model, tokenizer = make_wide()
     sequences = gguf_check.make_sequences(model, questions(tokenizer), positions=50)
     return model, tokenizer, sequences, gguf_check.reference_logprobs(model, sequences)
 
@@ -127,9 +131,9 @@ def test_a_quantised_file_is_small_and_within_its_bound(quant: str, wide: Any, t
     assert file_bytes(model, quant) < file.stat().st_size < BOUNDED[quant] * file_bytes(model, "f32")
 
 
-def test_the_mixture_of_q4_k_m_is_that_of_llama_quantize(wide: Any):
+def test_the_mixture_of_q4_k_m_is_that_of_llama_quantize():
     """`llama-quantize` of llama.cpp: half of attn_v and ffn_down in Q6_K, the head too, norms in fp32, rest Q4_K."""
-    kinds = {name: kind.name for name, _, kind in list_types(wide[0], "q4_k_m")}
+    kinds = {name: kind.name for name, _, kind in list_types(make_wide()[0], "q4_k_m")}
     better = [layer for layer in range(8) if kinds[f"blk.{layer}.attn_v.weight"] == "Q6_K"]
     # use_more_bits of 8 layers: the first eighth, the last eighth, each third from the second on
     assert better == [0, 3, 6, 7]
@@ -179,7 +183,8 @@ def with_another_rope(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "plant", "quant"),
     [
         ("llama", without_permutation, "f32"), slow("mistral", without_permutation, "q8_0"),
-        slow("mistral", without_permutation, "f32"), slow("gemma3", without_norm_offset, "f32"), slow("gemma3", without_norm_offset, "q4_k_m"),
+        slow("mistral", without_permutation, "f32"), slow("gemma3", without_norm_offset, "f32"),
+        slow("gemma3", without_norm_offset, "q4_k_m"),
         slow("qwen2", with_another_rope, "f32"), slow("gemma3", with_another_rope, "f32"),
     ],
 )  # fmt: skip

@@ -99,7 +99,8 @@ def test_the_folder_holds_checked_files_a_modelfile_and_a_card(
     assert (kept["engine"], kept["verdict"], Path(kept["served"]).name) == ("llama.cpp", "ok", f"{name}-f16.gguf")
     assert kept["n"] == kept["same_prompt_ids"] == document["parity"]["n_prompts"]
     q8_0 = document["parity"]["files"][f"{name}-q8_0.gguf"]
-    row = f"| {kept['n']} of {kept['n']} | {q8_0['same_answers']} of {kept['n']} | KL {q8_0['mean_kl']:.2g} | KL 0.01 | ok"
+    n = kept["n"]
+    row = f"| {n} of {n} | {q8_0['same_answers']} of {n} | KL {q8_0['mean_kl']:.2g} | KL 0.01 | ok"
     engines = card.text.partition("## Engines")[2].partition("\n## ")[0]
     assert row in engines
     assert f"{name}-f16.gguf" in engines
