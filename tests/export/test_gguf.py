@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay.errors import ConfigError, RunError
 from sftplay.parity import by_llama_cpp
@@ -229,6 +229,24 @@ def test_an_unknown_architecture_and_a_value_that_llama_cpp_does_not_compute_are
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "what"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window is True"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3-moe", {"attention_bias": True}, "attention_bias is True"),
+        ("gemma3", {"attention_bias": True}, "attention_bias is True"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ("qwen3-moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_llama_cpp_does_not_compute_is_refused_by_name(name: str, changes: dict[str, Any], what: str):
+    model, _ = make_model(name, **changes)
+    with pytest.raises(ConfigError, match=what) as refusal:
+        families.find_family(model)
+    assert "LLAMA_CPP=" in refusal.value.fix
+
+
+@pytest.mark.parametrize(
     ("name", "rope"),
     [
         ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
@@ -242,16 +260,27 @@ def test_a_rope_that_has_no_key_is_refused(name: str, rope: dict[str, Any], tmp_
         write_gguf(model, describe(tokenizer), tmp_path / "x.gguf", quant="f32", name="x")
 
 
+def test_a_tokenizer_that_is_not_of_the_fast_kind_is_refused():
+    with pytest.raises(ConfigError, match="ByT5Tokenizer is not written as GGUF"):
+        describe(ByT5Tokenizer())
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused():
+    with pytest.raises(ConfigError, match="and the model has 100 rows of embeddings"):
+        vocabulary.describe_vocabulary(TOKENIZERS["qwen2"](), rows=100)
+
+
 def test_a_mixture_that_is_not_written_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="'q4_k_s' is not written here") as refusal:
         quantize.check_quants(("f16", "q4_k_s"))
     assert "q4_k_m" in refusal.value.fix
 
 
-def test_layers_without_a_period_are_refused():
-    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+@pytest.mark.parametrize(("windows", "what"), [((1, 2), "no period"), ((), "no window")])
+def test_layers_whose_windows_llama_cpp_does_not_compute_are_refused(windows: tuple[int, ...], what: str):
+    kinds = ["sliding_attention" if layer in windows else "full_attention" for layer in range(4)]
     model, tokenizer = make_model("gemma3", num_hidden_layers=4, layer_types=kinds)
-    with pytest.raises(ConfigError, match="no period"):
+    with pytest.raises(ConfigError, match=what):
         write_gguf(model, describe(tokenizer), Path("/nowhere/x.gguf"), quant="f32", name="x")
 
 
