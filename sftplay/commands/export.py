@@ -9,8 +9,9 @@ from typing import Any
 
 from sftplay import log
 from sftplay.atomic import read_lines
+from sftplay.commands.parity import update_exported_cards
 from sftplay.errors import ConfigError
-from sftplay.runs.finished_run import open_run, prepare_environment
+from sftplay.runs.finished_run import load_renderer, open_run, prepare_environment, report_at_end
 
 
 def merge(args: Namespace) -> int:
@@ -78,23 +79,33 @@ def _export_gguf(args: Namespace) -> int:
     out = Path(args.out) if args.out else folder.path / "export-gguf"
     check_target(out)
     prepare_environment(cfg)
-    from sftplay.export.gguf.export import GgufModel, export_gguf
-    from sftplay.export.merge_check import choose_prompts
+    from sftplay.export.gguf.export import GgufModel, check_extra, export_gguf
+
+    check_extra()
+    from sftplay.export.gguf.families import find_context
     from sftplay.parity.gguf_check import check_files
+    from sftplay.parity.questions import choose_questions
+    from sftplay.parity.results import keep_export
+
+    _, renderer = load_renderer(cfg, folder)
 
     def prove(made: GgufModel) -> dict[str, Any]:
-        prompts, origin = choose_prompts(cfg, folder, tokenizer=made.tokenizer)
+        room = find_context(made.model.config) // 2
+        questions, origin = choose_questions(cfg, folder, renderer, file="", count=20, room=room, falls_back=True)
         # Nothing else of the run holds its texts as they were asked and answered.
         rows = [row for path in sorted(folder.eval.glob("*.jsonl")) for row in read_lines(path)[0][:100]]
         texts = [row[key] for row in rows for key in ("prompt", "prediction") if isinstance(row.get(key), str)]
         found = check_files(
-            made.files, made.model, made.tokenizer, prompts=prompts, texts=texts, approximates=made.approximates
+            made.files, made.model, made.tokenizer, questions=questions, texts=texts, approximates=made.approximates
         )
-        return {**found, "prompts": origin, "n_prompts": len(prompts)}
+        return {**found, "prompts": origin, "n_prompts": len(questions)}
 
     llama_cpp = Path(args.llama_cpp) if args.llama_cpp else None
     export_gguf(cfg, folder, out=out, quants=args.quant or ("f16",), prove=prove, llama_cpp=llama_cpp)
     parity = json.loads((out / "parity.json").read_text(encoding="utf-8"))
+    keep_export(folder, parity, out=out)
+    report_at_end(folder)
+    update_exported_cards(cfg, folder, out)
     for name, figures in parity["files"].items():
         same = f"{figures['same_tokens']} of {figures['positions']} greedy tokens"
         log.say(f"{name}: {same} the same, divergence {figures['mean_kl']:.2g} (bound {figures['bound']:g})", "export")

@@ -49,7 +49,7 @@ def parity(args: Namespace) -> int:
         raise
     result = check_parity(cfg, folder, renderer, request)
     report_at_end(folder)
-    update_exported_card(cfg, folder)
+    update_exported_cards(cfg, folder)
     for line in describe(result):
         log.say(line, "parity")
     if args.json:
@@ -62,14 +62,16 @@ def parity(args: Namespace) -> int:
     raise RunError(f"does not answer as the trained model: {result['cause']}", where=where, fix=fix)
 
 
-def update_exported_card(cfg: RunConfig, folder: RunFolder) -> None:
-    """Bring the table of engines in export/README.md up to date, where the run was exported already."""
-    card = folder.path / "export" / "README.md"
-    if card.is_file():
+def update_exported_cards(cfg: RunConfig, folder: RunFolder, *others: Path) -> None:
+    """Bring the table of engines up to date in the cards of the run's export/, export-gguf/ and of `others`."""
+    folders = dict.fromkeys([folder.path / "export", folder.path / "export-gguf", *others])
+    if cards := [card for place in folders if (card := place / "README.md").is_file()]:
         from sftplay.export.export import public_run
         from sftplay.export.model_card import update_card
 
-        update_card(card, public_run(cfg, folder).engines)
+        engines = public_run(cfg, folder).engines
+        for card in cards:
+            update_card(card, engines)
 
 
 def describe(result: dict[str, Any]) -> list[str]:

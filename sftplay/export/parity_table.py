@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 HEAD = ("engine", "served", "on", "same prompts", "same answers", "largest difference", "bound", "verdict")
@@ -33,7 +34,13 @@ def _row(result: Mapping[str, Any], weights: str | None) -> list[str]:
     if weights is not None and result.get("weights") != weights:
         verdict = f"of earlier weights ({verdict})"
     ties = f" and {result['ties']} ties" if result.get("ties") else ""
+    served = str(result.get("against"))
+    if served == "gguf" and isinstance(result.get("served"), str):
+        served = PurePath(result["served"]).name
+    figures = [number("max_logprob_diff"), number("bound")]
+    if "divergence" in result:  # of all tokens' scores, where an export measured that
+        figures = [f"KL {number('divergence')}", f"KL {number('divergence_bound')}"]
     return [
-        str(result.get("version")), str(result.get("against")), str(result.get("date"))[:10], count("same_prompt_ids"),
-        count("same_answer_ids") + ties, number("max_logprob_diff"), number("bound"), verdict,
+        str(result.get("version")), served, str(result.get("date"))[:10], count("same_prompt_ids"),
+        count("same_answer_ids") + ties, *figures, verdict,
     ]  # fmt: skip

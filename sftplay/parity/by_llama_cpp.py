@@ -62,13 +62,6 @@ def score_positions(file: Path, sequences: Sequence[tuple[Sequence[int], int]], 
     return [[{int(token): chance for token, chance in step} for step in steps] for steps in found]
 
 
-def render_dialogues(file: Path, dialogues: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
-    """Return the ids of dialogues as llama.cpp renders them, up to where the answer begins."""
-    asked = [{"messages": [dict(message) for message in dialogue]} for dialogue in dialogues]
-    found: list[list[int]] = ask_llama_cpp(file, {"prompts": asked, "answer_tokens": 0})["prompts"]
-    return found
-
-
 def check_installed() -> None:
     """Raise MachineError where xllamacpp is missing."""
     if find_spec("xllamacpp") is None:

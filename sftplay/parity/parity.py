@@ -28,12 +28,11 @@ from sftplay.parity.compare import BOUNDS, LOOSEST, Comparison, compare, find_ch
 from sftplay.parity.engine import EngineReply, Question
 from sftplay.parity.questions import choose_questions
 from sftplay.parity.reference import Reference
+from sftplay.parity.results import keep_result
 from sftplay.parity.tensors import Load, Tensors, find_altered_tensors
 
 Engine = Literal["transformers", "vllm", "llama.cpp"]
 Against = Literal["merged", "adapter", "gguf"]
-
-NAME = "parity.json"
 
 
 @dataclass(frozen=True)
@@ -415,11 +414,7 @@ class ParityCheck:
             "faults": list(faults),
         }
         result["notes"] = self.notes
-        path = self.folder.path / NAME
-        kept = read_object(path).get("results")
-        results = kept if isinstance(kept, dict) else {}
-        results = {**results, f"{self.request.engine}-{self.against}": result}
-        self.folder.write_json(NAME, result | {"results": results})
+        keep_result(self.folder, result)
         return result
 
 

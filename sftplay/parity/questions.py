@@ -24,13 +24,14 @@ TEXT_TOKENS = 128
 
 
 def choose_questions(
-    cfg: RunConfig, folder: RunFolder, renderer: Any, *, file: str, count: int, room: int | None
-) -> tuple[list[Question], str]:
+    cfg: RunConfig, folder: RunFolder, renderer: Any, *, file: str, count: int, room: int | None,
+    falls_back: bool = False,
+) -> tuple[list[Question], str]:  # fmt: skip
     """Return at most `count` questions, evenly spaced over the rows, and where they come from.
 
     A row is left out, and that is said, where plain transformers with the run's own tokenizer gives other ids than
     training had, since every plain client would (a row that types control tokens); and where it has more than `room`
-    tokens, None for any number.
+    tokens, None for any number. Where none is left and `falls_back`, the kit's own questions are asked.
 
     Raises:
         DataError: no row is left to ask.
@@ -50,6 +51,9 @@ def choose_questions(
         log.say(f"note: {odd:,} of {len(prompts):,} {origin} rows are not asked ({what})", "parity")
     if long:
         log.say(f"note: {long:,} of {len(prompts):,} {origin} rows are longer than the model reads", "parity")
+    if not asked and falls_back:
+        own = [_to_question(prompt, renderer) for prompt in _built_in(cfg, renderer)]
+        asked, origin = [question for question in own if question is not None], "built-in"
     if not asked:
         fix = "name a file with other rows: IN=rows.jsonl"
         raise DataError(f"none of {len(prompts):,} {origin} rows can be asked", where=file or str(folder.path), fix=fix)
@@ -64,13 +68,18 @@ def _read_prompts(cfg: RunConfig, folder: RunFolder, renderer: Any, *, file: str
             return prompts, "held-out"
     except DataError as error:
         log.say(f"note: the run's rows cannot be read any more ({error.what})", "parity")
+    return _built_in(cfg, renderer), "built-in"
+
+
+def _built_in(cfg: RunConfig, renderer: Any) -> list[Prompt]:
+    """Return the kit's own questions, behind the run's system prompt."""
     place = Source("built-in", 1)
     lead = (Message("system", cfg.data.system),) if cfg.data.system and renderer.template else ()
     return [
         Prompt(n, place, {}, (*lead, Message("user", text)), "") if renderer.template
         else Prompt(n, place, {}, (), "", text)
         for n, text in enumerate(QUESTIONS)
-    ], "built-in"  # fmt: skip
+    ]  # fmt: skip
 
 
 def _held_out(cfg: RunConfig, folder: RunFolder, renderer: Any) -> Iterator[Prompt]:

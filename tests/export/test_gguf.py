@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay.errors import ConfigError, RunError
 from sftplay.parity import by_llama_cpp
@@ -72,7 +72,7 @@ def written(path: Path, name: str, *, quant: str = "f32", **changes: Any) -> Pat
     return file
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name if name in ("llama", "qwen3") else slow(name) for name in FAMILIES])
 def test_llama_cpp_computes_a_random_model_of_each_family_as_transformers_does(name: str, tmp_path: Path):
     sequences, expected = reference(name, 200)
     found = gguf_check.check_scores(written(tmp_path, name), sequences, expected, quant="f32")
@@ -84,7 +84,7 @@ def test_llama_cpp_computes_a_random_model_of_each_family_as_transformers_does(n
     )  # not sure of itself: KL says something
 
 
-@pytest.mark.parametrize("name", ["llama", slow("llama-biases"), slow("mistral"), slow("qwen2"), "gemma3"])
+@pytest.mark.parametrize("name", ["llama", *map(slow, ("llama-biases", "mistral", "qwen2", "gemma3"))])
 def test_llama_cpp_reads_a_thousand_texts_of_all_scripts_as_each_tokenizer_does(name: str, tmp_path: Path):
     _, tokenizer = make(name)
     own = [tokenizer.decode(ids) for ids in questions(tokenizer)]
@@ -107,17 +107,21 @@ BOUNDED = {"f16": 0.6, "bf16": 0.6, "q8_0": 0.35, "q6_k": 0.3, "q5_k_m": 0.27, "
 """Mixture -> its file is at most so large, relative to fp32's."""
 
 
+@cache
+def make_wide() -> tuple[Any, Any]:
+    """A model with rows of 256 values, as the K-quants need, and 8 layers, of which some get more bits."""
+    return make_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8, initializer_range=0.06)
+
+
 @pytest.fixture(scope="module")
 def wide() -> tuple[Any, Any, Any, Any]:
-    """A model with rows of 256 values, as the K-quants need, and 8 layers, of which some get more bits."""
-    model, tokenizer = make_model(
-        "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8, initializer_range=0.06
-    )
+    """`make_wide` with its greedy answers and what it says of them."""
+    model, tokenizer = make_wide()
     sequences = gguf_check.make_sequences(model, questions(tokenizer), positions=50)
     return model, tokenizer, sequences, gguf_check.reference_logprobs(model, sequences)
 
 
-@pytest.mark.parametrize("quant", [slow(quant) if quant != "q4_k_m" else quant for quant in BOUNDED])
+@pytest.mark.parametrize("quant", list(map(slow, BOUNDED)))
 def test_a_quantised_file_is_small_and_within_its_bound(quant: str, wide: Any, tmp_path: Path):
     model, tokenizer, sequences, expected = wide
     file = tmp_path / "wide.gguf"
@@ -127,9 +131,9 @@ def test_a_quantised_file_is_small_and_within_its_bound(quant: str, wide: Any, t
     assert file_bytes(model, quant) < file.stat().st_size < BOUNDED[quant] * file_bytes(model, "f32")
 
 
-def test_the_mixture_of_q4_k_m_is_that_of_llama_quantize(wide: Any):
+def test_the_mixture_of_q4_k_m_is_that_of_llama_quantize():
     """`llama-quantize` of llama.cpp: half of attn_v and ffn_down in Q6_K, the head too, norms in fp32, rest Q4_K."""
-    kinds = {name: kind.name for name, _, kind in list_types(wide[0], "q4_k_m")}
+    kinds = {name: kind.name for name, _, kind in list_types(make_wide()[0], "q4_k_m")}
     better = [layer for layer in range(8) if kinds[f"blk.{layer}.attn_v.weight"] == "Q6_K"]
     # use_more_bits of 8 layers: the first eighth, the last eighth, each third from the second on
     assert better == [0, 3, 6, 7]
@@ -178,8 +182,9 @@ def with_another_rope(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "plant", "quant"),
     [
-        ("mistral", without_permutation, "f32"), slow("mistral", without_permutation, "q8_0"),
-        ("gemma3", without_norm_offset, "f32"), slow("gemma3", without_norm_offset, "q4_k_m"),
+        ("llama", without_permutation, "f32"), slow("mistral", without_permutation, "q8_0"),
+        slow("mistral", without_permutation, "f32"), slow("gemma3", without_norm_offset, "f32"),
+        slow("gemma3", without_norm_offset, "q4_k_m"),
         slow("qwen2", with_another_rope, "f32"), slow("gemma3", with_another_rope, "f32"),
     ],
 )  # fmt: skip
@@ -224,6 +229,24 @@ def test_an_unknown_architecture_and_a_value_that_llama_cpp_does_not_compute_are
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "what"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window is True"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3-moe", {"attention_bias": True}, "attention_bias is True"),
+        ("gemma3", {"attention_bias": True}, "attention_bias is True"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ("qwen3-moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_llama_cpp_does_not_compute_is_refused_by_name(name: str, changes: dict[str, Any], what: str):
+    model, _ = make_model(name, **changes)
+    with pytest.raises(ConfigError, match=what) as refusal:
+        families.find_family(model)
+    assert "LLAMA_CPP=" in refusal.value.fix
+
+
+@pytest.mark.parametrize(
     ("name", "rope"),
     [
         ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
@@ -237,6 +260,16 @@ def test_a_rope_that_has_no_key_is_refused(name: str, rope: dict[str, Any], tmp_
         write_gguf(model, describe(tokenizer), tmp_path / "x.gguf", quant="f32", name="x")
 
 
+def test_a_tokenizer_that_is_not_of_the_fast_kind_is_refused():
+    with pytest.raises(ConfigError, match="ByT5Tokenizer is not written as GGUF"):
+        describe(ByT5Tokenizer())
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused():
+    with pytest.raises(ConfigError, match="and the model has 100 rows of embeddings"):
+        vocabulary.describe_vocabulary(TOKENIZERS["qwen2"](), rows=100)
+
+
 def test_a_mixture_that_is_not_written_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="'q4_k_s' is not written here") as refusal:
         quantize.check_quants(("f16", "q4_k_s"))
@@ -246,10 +279,11 @@ def test_a_mixture_that_is_not_written_is_refused_with_the_nearest():
     assert refusal.value.fix == "choose one of these (llama-quantize makes others of the f16 file)"
 
 
-def test_layers_without_a_period_are_refused():
-    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+@pytest.mark.parametrize(("windows", "what"), [((1, 2), "no period"), ((), "no window")])
+def test_layers_whose_windows_llama_cpp_does_not_compute_are_refused(windows: tuple[int, ...], what: str):
+    kinds = ["sliding_attention" if layer in windows else "full_attention" for layer in range(4)]
     model, tokenizer = make_model("gemma3", num_hidden_layers=4, layer_types=kinds)
-    with pytest.raises(ConfigError, match="no period"):
+    with pytest.raises(ConfigError, match=what):
         write_gguf(model, describe(tokenizer), Path("/nowhere/x.gguf"), quant="f32", name="x")
 
 

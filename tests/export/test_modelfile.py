@@ -39,9 +39,14 @@ ODD = (
     "{% for m in messages %}{{ '{{' + m['role'] + '}}\u200b\"\"\"' + m['content'] + '\"\"\"\u00a0\n' }}{% endfor %}"
     '{% if add_generation_prompt %}{{ \'{{assistant}}\u200b"""\' }}{% endif %}'
 )
+BRACES = (
+    "{% for m in messages %}{{ '{' + m['role'] + ':{' + m['content'] + '}}\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '{assistant:{' }}{% endif %}"
+)
 TEMPLATES = {
     "builtin": (BASE / "chat_template.jinja").read_text(encoding="utf-8"), "chatml": CHATML, "llama3": LLAMA3_CHAT,
     "gemma": GEMMA_CHAT, "mistral": MISTRAL_CHAT, "qwen2.5": QWEN25, "llama2": LLAMA2, "odd": ODD,
+    "braces": BRACES,
 }  # fmt: skip
 
 

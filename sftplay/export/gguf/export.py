@@ -96,7 +96,11 @@ def export_gguf(
         shutil.rmtree(scratch / "whole", ignore_errors=True)
         write_json(scratch / PARITY, found)
         write_records(run, scratch)
-        write_card(run, scratch / "README.md", gguf=found | {"has_template": not reason})
+        write_card(
+            run,
+            scratch / "README.md",
+            gguf={**found, "file": next(iter(files.values())).name, "has_template": not reason},
+        )
 
     write_folder(out, needed, fill=fill)
     log.say(f"{out}: read README.md in it before you publish; `ollama create NAME -f Modelfile` in it", "export")

@@ -40,19 +40,23 @@ class Family:
 
 _SILU = ("silu", "swish")
 _QWEN = {"hidden_act": _SILU, "use_sliding_window": (False, None)}
+_UNBIASED = {"attention_bias": (False, None)}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(arch="llama", permutes=True, assumes={"hidden_act": _SILU}),
     "MistralForCausalLM": Family(arch="llama", permutes=True, assumes={"hidden_act": _SILU}),
     "Qwen2ForCausalLM": Family(arch="qwen2", assumes=_QWEN),
-    "Qwen3ForCausalLM": Family(arch="qwen3", assumes=_QWEN),
+    "Qwen3ForCausalLM": Family(arch="qwen3", assumes=_QWEN | _UNBIASED),
     "Qwen3MoeForCausalLM": Family(
         arch="qwen3moe",
-        assumes=_QWEN | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        assumes=_QWEN
+        | _UNBIASED
+        | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     ),
     "Gemma3ForCausalLM": Family(
         arch="gemma3",
         norm_offset=1.0,
-        assumes={
+        assumes=_UNBIASED
+        | {
             "hidden_activation": ("gelu_pytorch_tanh",),
             "attn_logit_softcapping": (None,),
             "final_logit_softcapping": (None,),
@@ -140,6 +144,9 @@ def _find_local_rope(config: Any) -> float:
 def _find_period(config: Any) -> int:
     """Return p where each p-th layer attends to everything and all others to a window."""
     kinds = [kind == "full_attention" for kind in config.layer_types]
+    if all(kinds):
+        what = "it has no window in any layer, and llama.cpp computes gemma3 with some"
+        raise ConfigError(what, where="layer_types", fix=OWN_CONVERTER)
     period = kinds.index(True) + 1 if True in kinds else len(kinds) + 1
     if kinds != [(number + 1) % period == 0 for number in range(len(kinds))]:
         what = f"its layers that attend to everything have no period: {config.layer_types}"

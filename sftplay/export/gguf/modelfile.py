@@ -85,9 +85,9 @@ class Pieces:
 
 def _literal(text: str) -> str:
     """Return text for a Go template inside a Modelfile, whose parser drops characters that cannot be printed and ends a
-    value at three quotation marks."""
-
-    text = re.sub(r'\{\{|"""', lambda match: "".join(f"{{{{ `{letter}` }}}}" for letter in match[0]), text)
+    value at three quotation marks. An action follows the text, so that a brace at its end would be taken for the
+    action's."""
+    text = re.sub(r'\{\{|\{\Z|"""', lambda match: "".join(f"{{{{ `{letter}` }}}}" for letter in match[0]), text)
     return "".join(letter if _is_kept(letter) else f'{{{{ "\\U{ord(letter):08x}" }}}}' for letter in text)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import gguf
 from gguf import TokenType
 from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerFast
 
 from sftplay.errors import ConfigError
 
@@ -75,6 +76,8 @@ def describe_vocabulary(tokenizer: Any, *, rows: int, end_ids: Sequence[int] = (
     `end_ids` end an answer: the one that is not the tokenizer's own end becomes llama.cpp's end of turn. Raise
     ConfigError for a tokenizer that llama.cpp has no model for.
     """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise _refusal(f"{type(tokenizer).__name__} is not written as GGUF, tokenizers with a tokenizer.json are")
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model, added = content["model"], {int(one["id"]): one for one in content["added_tokens"]}
     if model["type"] != "BPE":
