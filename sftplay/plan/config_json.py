@@ -179,8 +179,8 @@ def open_config(config: Mapping[str, Any], name: str) -> ConfigJson:
 
 
 def refuse_unopened(config: Any, *, where: str) -> None:
-    """Raise ConfigError for a config.json of a model that is more than its text model, and that no class opens which the
-    kit trains; code that ships with a model may have one.
+    """Raise ConfigError for the config.json of a model that is more than its text model, and that no class opens which
+    the kit trains; code that ships with a model may have one.
     """
     if not isinstance(config, Mapping) or not any(isinstance(config.get(key), Mapping) for key in NESTED):
         return

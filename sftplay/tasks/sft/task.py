@@ -58,8 +58,8 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
     """Build the trainer for rows of token ids and labels."""
     cfg = parts.cfg
-    # TRL 1.16 has every mixture of experts add a loss of its router, whatever its config.json says, and the window would
-    # count it once a micro-batch: the step would depend on their number.
+    # TRL 1.16 has every mixture of experts add a loss of its router, whatever its config.json says, and the window
+    # would count it once a micro-batch: the step would depend on their number.
     text = parts.model.config.get_text_config()
     is_off, coefficient = not getattr(text, "output_router_logits", False), getattr(text, "router_aux_loss_coef", None)
     config = SFTConfig(
