@@ -19,6 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from sftplay import log
+from sftplay.errors import ConfigError
 
 Engine = Literal["peft", "vllm", "sglang"]
 
@@ -29,6 +30,8 @@ FOR_ENGINES = "adapter-vllm"
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)\.(?P<pair>lora_[AB](?:\.weight)?|[^.]+(?:\.weight)?)")
 _BEFORE_LAYERS = ("model.language_model.", "model.", "language_model.model.", "language_model.")
 """What can stand before `layers.N` in a name."""
+
+WEIGHTS = "adapter_model.safetensors"
 
 MERGED = "serve the merged model"
 
@@ -128,38 +131,75 @@ def export_adapter(
     `target`/adapter is what was trained, for PEFT; `settings` are its adapter_config.json without paths, `config` is
     the config.json of the base. Log what an engine does not mount: it can be given the merged model only.
     """
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
-    weights = source / "adapter_model.safetensors"
-    with safe_open(weights, framework="pt") as file:
-        keys = list(file.keys())
+    weights = source / WEIGHTS
+    keys = _read_keys(weights)
     # SGLang refuses a pattern, and takes the last part of each name; full names keep PEFT out of an image tower.
     listed = dict(settings)
     if isinstance(settings.get("target_modules"), str):
         listed["target_modules"] = sorted(_modules(keys))
     _write(target / "adapter", listed)
-    shutil.copyfile(weights, target / "adapter" / weights.name)
+    shutil.copyfile(weights, target / "adapter" / WEIGHTS)
     if config is None:
         log.say("note: the base's config.json is not at hand, so that no engine's names were checked", "export")
         return
     mounted, renamed = find_mounted(config, keys, "vllm"), None
     if not mounted.mounts_all and (renamed := rename_for_vllm(config, keys)):
-        tensors: dict[str, Any] = {}
-        for key, tensor in load_file(weights).items():
-            names = renamed[key]
-            shares = tensor.chunk(len(names)) if "lora_B" in key else (tensor,) * len(names)
-            tensors |= {name: share.clone() for name, share in zip(names, shares, strict=True)}
-        _write(target / FOR_ENGINES, listed | {"target_modules": sorted(_last_parts(tensors))})
-        save_file(tensors, target / FOR_ENGINES / weights.name, metadata={"format": "pt"})
+        _write_renamed(weights, target / FOR_ENGINES, renamed=renamed, settings=listed)
         log.say(f"{FOR_ENGINES}: the adapter as vLLM and SGLang name modules; adapter/ is for PEFT", "export")
+        keys = [name for names in renamed.values() for name in names]
     for engine in ("vllm", "sglang"):
-        found = find_mounted(config, list(tensors) if renamed else keys, engine)
+        found = find_mounted(config, keys, engine)
         if not found.mounts_all:
             count = (
                 f"mounts {found.matched} of {found.total} modules of the adapter" if found.is_known else "is not known"
             )
             log.say(f"note: {ENGINE_NAMES[engine]} {count}: {found.fix}", "export")
+
+
+def mountable_by_vllm(adapter: Path, config: Mapping[str, Any], *, target: Path) -> Path:
+    """Return `adapter` where vLLM mounts all of it on the base of `config`, else a copy in the new folder `target`
+    under names that are mounted.
+
+    Raises:
+        ConfigError: vLLM would serve the base, or the base with a part of the adapter.
+    """
+    keys = _read_keys(adapter / WEIGHTS)
+    mounted = find_mounted(config, keys, "vllm")
+    if mounted.mounts_all:
+        return adapter
+    if not mounted.is_known:
+        log.say(f"note: whether vLLM mounts this adapter is not known: {mounted.fix}", "serve")
+        return adapter
+    if (renamed := rename_for_vllm(config, keys)) is None:
+        count = f"{mounted.matched} of {mounted.total} modules of this adapter"
+        what = f"vLLM mounts {count}, first not {mounted.first_unmatched}"
+        raise ConfigError(what, where=str(adapter), fix=f"leave --weights out ({mounted.fix})")
+    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    _write_renamed(adapter / WEIGHTS, target, renamed=renamed, settings=settings)
+    log.say("the adapter is served under the names of the class that vLLM serves", "serve")
+    return target
+
+
+def _read_keys(weights: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(weights, framework="pt") as file:
+        return list(file.keys())
+
+
+def _write_renamed(
+    weights: Path, target: Path, *, renamed: Mapping[str, list[str]], settings: Mapping[str, Any]
+) -> None:
+    """Write the adapter to the new folder `target` under the names that `rename_for_vllm` gave."""
+    from safetensors.torch import load_file, save_file
+
+    tensors: dict[str, Any] = {}
+    for key, tensor in load_file(weights).items():
+        names = renamed[key]
+        shares = tensor.chunk(len(names)) if "lora_B" in key else (tensor,) * len(names)
+        tensors |= {name: share.clone() for name, share in zip(names, shares, strict=True)}
+    _write(target, {**settings, "target_modules": sorted(_last_parts(tensors))})
+    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
 
 
 def _write(folder: Path, settings: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
 from sftplay.data.read import is_hub_name
+from sftplay.export.adapter_names import FOR_ENGINES
 from sftplay.export.parity_table import HEAD
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -73,6 +74,7 @@ def write_card(run: PublicRun, path: Path, *, gguf: Mapping[str, Any] | None = N
         cfg=run.cfg,
         method=_describe_method(run.cfg),
         has_chat_template=(path.parent / "chat_template.jinja").is_file(),
+        has_engine_names=(path.parent / FOR_ENGINES).is_dir(),
         base=repr(run.hub_base or f"path/to/{run.cfg.model.name}"),
         sources=_sources(run.data_report),
         measurements=measurements,

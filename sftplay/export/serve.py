@@ -14,8 +14,10 @@ from typing import Literal
 from transformers import GenerationConfig
 
 from sftplay import log
+from sftplay.atomic import read_object
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.export.adapter_names import FOR_ENGINES, mountable_by_vllm
 from sftplay.export.merge import RECORD, adapter_digest, find_adapter, find_base_file, merge
 from sftplay.export.server import ServerKind, build_server, choose_port, run_server
 from sftplay.export.vllm_command import find_lora_rank
@@ -58,6 +60,8 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="sftplay-serve-") as scratch:
         words = adapter or model
         config, where = server_config(cfg, model, words=words), Path(scratch)
+        if adapter:
+            adapter = mountable_by_vllm(adapter, read_object(model / "config.json"), target=where / FOR_ENGINES)
         if server == "vllm":
             config.save_pretrained(where)
             launch = build_server(

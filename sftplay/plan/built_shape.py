@@ -27,7 +27,7 @@ from sftplay.plan.config_json import ConfigJson
 from sftplay.plan.shape import Linear, ModelShape, Routed
 
 LONGEST_S = 300
-FORMAT = 1  # of what is kept; another one is built anew
+FORMAT = 2  # of what is kept; another one is built anew
 MLP_PARTS = ("mlp", "feed_forward", "ffn", "moe", "expert", "fc", "w1", "w2", "w3")
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # words in `layer_types` of layers that carry a state
 ESTIMATED = "what its layers of other kinds keep for the backward pass: a generic estimate"
@@ -130,6 +130,7 @@ def _describe_model(model: Any, text: Any, *, is_quantised: bool) -> ModelShape:
         vision_params=sum(size for key, size in whole.items() if key not in of_text),
         layer_pattern=len(parts), experts=max(kind.experts for kind in parts),
         state_leaks=any(kind.state_leaks for kind in parts),
+        adds_router_loss=getattr(text, "output_router_logits", False) is True,
     )  # fmt: skip
 
 

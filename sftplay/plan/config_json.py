@@ -49,6 +49,13 @@ UNKNOWN = Family()
 TEXT_ONLY = ("qwen3_5", "qwen3_5_moe")
 """Multimodal models whose text part alone `AutoModelForCausalLM` opens (transformers 5.23, modeling_auto.py)."""
 
+WITH_TEXT = frozenset({
+    "dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_assistant", "gemma4_unified",
+    "gemma4_unified_assistant", "got_ocr2", "llama4", "mllama", "moss_transcribe_diarize", "qwen3_5", "qwen3_5_moe",
+    "qwen4_exp",
+})  # fmt: skip
+"""All models with a text model inside that `AutoModelForCausalLM` opens (transformers 5.23, modeling_auto.py)."""
+
 NESTED = ("text_config", "llm_config", "language_config")  # where multimodal configs keep the text model
 
 # Beyond these a figure is a slip: no public model comes near.
@@ -85,6 +92,8 @@ class ConfigJson:
     def raw(self, key: str) -> Any:
         """The value of a key, or the family's default, unchecked; null counts as missing."""
         value = self.values.get(key)
+        if value is None and key in self.family.also:
+            value = self.values.get(self.family.also[key])
         return self.family.defaults.get(key) if value is None else value
 
     def is_off(self, key: str) -> bool:
@@ -167,6 +176,20 @@ def open_config(config: Mapping[str, Any], name: str) -> ConfigJson:
         fix = "name a decoder-only model; no other kind is trained here"
         raise opened.error("is_encoder_decoder", "is true", fix=fix)
     return opened
+
+
+def refuse_unopened(config: Any, *, where: str) -> None:
+    """Raise ConfigError for the config.json of a model that is more than its text model, and that no class opens which
+    the kit trains; code that ships with a model may have one.
+    """
+    if not isinstance(config, Mapping) or not any(isinstance(config.get(key), Mapping) for key in NESTED):
+        return
+    kind, own = config.get("model_type"), config.get("auto_map")
+    if kind in WITH_TEXT or (isinstance(own, Mapping) and "AutoModelForCausalLM" in own):
+        return
+    what = f"a model of the type {quote_value(kind)} is for images or sound too, and has no class of text alone"
+    fix = "name a model of text alone, or of a type whose text part can be opened: gemma3, gemma4, llama4, qwen3_5"
+    raise ConfigError(f"{what} (transformers' AutoModelForCausalLM)", where=where, fix=fix)
 
 
 def quote_value(value: object) -> str:

@@ -33,15 +33,20 @@ def find_shape(
     """
     from sftplay.plan.shape_from_config import known_or_built
 
-    if os.path.isdir(name):  # noqa: PTH112 - false for what is longer than a path
-        return _read(Path(name) / "config.json", name)
-    if builtin and name in builtin:
+    if builtin and name in builtin and not os.path.isdir(name):  # noqa: PTH112
         return known_or_built(builtin[name], name=name)
-    if cached := _find_cached(name, revision):
-        return _read(cached, name)
+    if here := find_config(name, revision):
+        return _read(here, name)
     table = read_table()
     same = [table[name]] if name in table else [table[known] for known in table if known.rpartition("/")[2] == name]
     return known_or_built(same[0], name=name) if same and all(entry == same[0] for entry in same) else None
+
+
+def find_config(name: str, revision: str | None = None) -> Path | None:
+    """Find the config.json of the model `name` in a folder, where it may be missing, or in the hub's cache."""
+    if os.path.isdir(name):  # noqa: PTH112 - false for what is longer than a path
+        return Path(name) / "config.json"
+    return _find_cached(name, revision)
 
 
 def _read(path: Path, name: str) -> ModelShape:

@@ -29,6 +29,9 @@ _GLM: dict[str, Any] = {
 _WINDOW = {"sliding_window": 4096}
 _GELU_TANH = {**_WINDOW, "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256}
 
+_LOCAL_EXPERTS: dict[str, Any] = {
+    "keys": {"experts": "num_local_experts"}, "also": {"num_local_experts": "num_experts"}
+}  # fmt: skip
 _SHARED_MLP = {"mlp": "shared_expert_intermediate_size"}
 _QWEN_MIXTURE = {"head_dim": 256, "shared_expert_intermediate_size": 512}
 
@@ -120,12 +123,14 @@ FAMILIES: Mapping[str, Family] = {
         out_bias="enable_bias", mlp_bias="enable_bias", position_rows=2, **_PLAIN_LAYER_NORM,
     ),
     "internlm2": Family(attention=("wqkv", "wo"), mlp=("w1", "w3", "w2"), qkv_bias="bias", out_bias="bias"),
-    "mixtral": Family(keys={"experts": "num_local_experts"}),
+    "mixtral": Family(**_LOCAL_EXPERTS),
     "gpt_oss": Family(
-        keys={"experts": "num_local_experts"}, defaults={"head_dim": 64, "sliding_window": 128, "attention_bias": True},
-        pattern=2, expert_biases=True, **_ATTENTION_BIAS,
+        defaults={"head_dim": 64, "sliding_window": 128, "attention_bias": True}, pattern=2, expert_biases=True,
+        **_LOCAL_EXPERTS, **_ATTENTION_BIAS,
     ),
-    "glm4_moe": Family(qk_norm="use_qk_norm", qkv_bias="attention_bias"),
+    "glm4_moe": Family(
+        also={"n_routed_experts": "num_local_experts"}, qk_norm="use_qk_norm", qkv_bias="attention_bias",
+    ),
     "qwen3_next": Family(keys=_SHARED_MLP, defaults=_QWEN_MIXTURE, qk_norm=True, **_ATTENTION_BIAS),
     "qwen3_5_text": Family(defaults={"head_dim": 256}, qk_norm=True, **_ATTENTION_BIAS),
     "qwen3_5_moe_text": Family(keys=_SHARED_MLP, defaults=_QWEN_MIXTURE, qk_norm=True, **_ATTENTION_BIAS),
@@ -134,14 +139,14 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "sliding_window": 512}, norms=4,
         qk_norm=True, pattern=6, **_GEMMA,
     ),
-    "olmoe": Family(qk_norm=True, qk_norm_of="width", **_ATTENTION_BIAS),
+    "olmoe": Family(also={"num_experts": "num_local_experts"}, qk_norm=True, qk_norm_of="width", **_ATTENTION_BIAS),
     "qwen2_moe": Family(
         keys={"expert_mlp": "moe_intermediate_size"}, defaults={"use_sliding_window": False, "qkv_bias": True},
         qkv_bias="qkv_bias",
     ),
     "qwen3_moe": Family(
-        keys={"expert_mlp": "moe_intermediate_size"}, defaults={"use_sliding_window": False}, qk_norm=True,
-        **_ATTENTION_BIAS,
+        keys={"expert_mlp": "moe_intermediate_size"}, also={"num_experts": "num_local_experts"},
+        defaults={"use_sliding_window": False}, qk_norm=True, **_ATTENTION_BIAS,
     ),
 }  # fmt: skip
 """All families. A type that is not here is read as a Llama, and that is said."""

@@ -76,6 +76,7 @@ class ModelShape:
     gated_attention: bool = False  # True when a sigmoid of as many numbers as there are queries scales their answers
     state_leaks: bool = False  # True when layers carry a state along the row, from one packed row into the next
     linears_outside: tuple[Linear, ...] = ()  # linears outside the layers other than the head; not in `other_params`
+    adds_router_loss: bool = False  # True when config.json asks for it: only whole scores come with it
     starts_at: int = 0  # of a kind: the place of its first layer
     # The kinds of layers, each with its count, where not all are alike. What is said of one layer is then that of the
     # most frequent kind.
@@ -113,6 +114,8 @@ class Family:
     """What the config.json of a family leaves unsaid. The defaults describe a Llama."""
 
     keys: Mapping[str, str] = field(default_factory=dict)  # word of `KEYS` -> this family's spelling, where it differs
+    # Key -> what transformers also reads and writes it as (`attribute_map` of its configuration class).
+    also: Mapping[str, str] = field(default_factory=dict)
     # Values of keys that published files of the family leave out: its configuration class has them.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Four names, or two when queries, keys and values come from one projection.

@@ -96,6 +96,7 @@ def plain_shape(text: ConfigJson, *, name: str) -> ModelShape:
         softcap_attn=not text.is_off("attn_logit_softcapping"),
         sliding_window=(text.whole(window_key, smallest=0) or None) if has_window else None,
         layer_pattern=_pattern(text), experts=experts, vision_params=vision or 0,
+        adds_router_loss=text.raw("output_router_logits") is True,
         unmodelled=tuple(_unmodelled(text, experts=experts, vision=vision)),
     )  # fmt: skip
 

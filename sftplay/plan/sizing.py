@@ -201,7 +201,13 @@ def size_run(
     decided = fill_open(cfg, first)
     rest = decide_numerics(decided, machine, shape=shape) | task.decide_more(decided, machine)
     decided = fill_open(decided, rest)
-    rest[LOSS_HEAD] = _decide_head(decided, machine, hardware=hardware, vocab_size=shape.vocab if shape else vocab_size)
+    vocab_size = shape.vocab if shape else vocab_size
+    routes = shape is not None and shape.adds_router_loss and find_sizing(cfg).fixed_head(cfg) is None
+    rest[LOSS_HEAD] = (
+        Decision("standard", "config.json has the router add a loss (output_router_logits), which chunks leave out")
+        if routes
+        else _decide_head(decided, machine, hardware=hardware, vocab_size=vocab_size)
+    )
     decided = fill_open(decided, rest)
     first |= task.choose_placement(decided, shape, hardware=hardware)
     decided = fill_open(decided, first)
@@ -211,7 +217,7 @@ def size_run(
     decided = fill_open(decided, rest)
     estimate_for = None
     if shape is not None:
-        if machine.gpus and cfg.train.loss_head == "auto" and task.fixed_head(cfg) is None:
+        if machine.gpus and cfg.train.loss_head == "auto" and task.fixed_head(cfg) is None and not routes:
             decided, rest[LOSS_HEAD] = _compare_heads(decided, shape, hardware=hardware)
         sampled = task.rows_sampled(decided)
         estimate_for = foresight(decided, shape, hardware=hardware, fit=fit, sampled=sampled)

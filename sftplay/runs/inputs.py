@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +31,8 @@ from sftplay.errors import (
 )
 from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.find_shape import find_shape, read_table
+from sftplay.plan.config_json import refuse_unopened
+from sftplay.plan.find_shape import find_config, find_shape, read_table
 
 if TYPE_CHECKING:
     from sftplay.plan.forecast import RowLengths
@@ -202,11 +204,14 @@ def _near_files(path: str) -> list[str]:
 
 
 def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
-    """Refuse a model that is not there, or whose name is almost one that the kit knows; `cfg` has no names of runs.
-    Raise ConfigError where there is no such model, and MachineError where the hub was asked and did not answer.
+    """Refuse a model that is not there, whose name is almost one that the kit knows, or which no class for text opens;
+    `cfg` has no names of runs. Raise ConfigError there, and MachineError where the hub was asked and did not answer.
     """
     name, where = cfg.model.name, _where(cfg, "model.name")
     check_source(name, where, allow_pickle=cfg.model.allow_pickle)
+    with suppress(OSError, ValueError, RecursionError):  # what cannot be read is said by who needs it
+        if path := find_config(name, cfg.model.revision):
+            refuse_unopened(json.loads(path.read_text(encoding="utf-8-sig")), where=where)
     if is_local(name) and not name.startswith(BUILTIN):
         return
 

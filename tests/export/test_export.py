@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from sftplay.config.load import load_config
+from sftplay.export.adapter_names import FOR_ENGINES
 from sftplay.export.export import Redactor, export, public_run
 from sftplay.export.model_card import write_adapter_card, write_card
 
@@ -149,6 +150,14 @@ def test_the_card_tells_of_new_tokens_that_an_older_release_found(run: Finished,
         write_card(public_run(run.cfg, run.folder), tmp_path / "README.md")
         assert ("new tokens" in (tmp_path / "README.md").read_text()) == is_there
     kept.unlink()
+
+
+def test_the_card_names_the_adapter_for_vllm_where_there_is_one(run: Finished, tmp_path: Path):
+    for is_there in (False, True):
+        if is_there:
+            (tmp_path / FOR_ENGINES).mkdir()
+        write_card(public_run(run.cfg, run.folder), tmp_path / "README.md")
+        assert (f"`{FOR_ENGINES}`" in (tmp_path / "README.md").read_text()) == is_there
 
 
 def test_weights_can_be_read_by_whom_the_umask_lets_read(run: Finished, exported: Path, tmp_path: Path):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,9 +27,11 @@ from in_process import Finished, Inputs, train
 from lively import lively_model
 from peft import AutoPeftModelForCausalLM
 from processes import HANG_S, is_alive, wait_until
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from sftplay.errors import ConfigError, RunError
+from sftplay.export import serve as serve_module
 from sftplay.export import server as serving
 from sftplay.export import vllm_command
 from sftplay.export.gate import TOKEN
@@ -362,6 +365,42 @@ def test_an_adapter_that_vllm_would_serve_wrongly_is_refused_with_the_remedy(
     with pytest.raises(ConfigError, match=why) as caught:
         build_server("vllm", tmp_path, name="x", port=1, trusts_code=False, adapter=adapter_with(tmp_path, **config))
     assert "merged" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("served_class", "prefix"),
+    [
+        ("LlamaForCausalLM", "base_model.model.model.layers"),
+        ("Qwen3_5ForConditionalGeneration", "base_model.model.model.language_model.layers"),  # not the one that trained
+        ("MixtralForCausalLM", ""),
+    ],
+)
+def test_an_adapter_is_served_under_names_that_vllm_mounts_or_not_at_all(
+    served_class: str, prefix: str, run: Finished, tmp_path: Path, vllm_python: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [served_class]}))
+    monkeypatch.setattr(serve_module, "base_folder", lambda *_: tmp_path)
+    seen: list[dict[str, Any]] = []
+
+    def look(launch: Launch, name: str, **_: Any) -> int:
+        folder = Path(launch.argv[launch.argv.index("--lora-modules") + 1].removeprefix(f"{name}="))
+        assert launch.argv[launch.argv.index("--tokenizer") + 1] == str((run.folder.path / "adapter").absolute())
+        seen.append(load_file(folder / "adapter_model.safetensors"))
+        return 0
+
+    monkeypatch.setattr(serve_module, "run_server", look)
+    serve = partial(serve_module.serve, run.cfg, run.folder, server="vllm", port=0, weights="adapter")
+    if not prefix:  # its layers have no MLP outside the experts
+        with pytest.raises(ConfigError, match=r"vLLM mounts \d+ of \d+ modules") as caught:
+            serve()
+        assert caught.value.fix.startswith("leave --weights out")
+        assert not seen
+        return
+    assert serve() == 0
+    trained = load_file(run.folder.path / "adapter" / "adapter_model.safetensors")
+    expected = {key.replace("base_model.model.model.layers", prefix): tensor for key, tensor in trained.items()}
+    assert seen[0].keys() == expected.keys()
+    assert all(torch.equal(seen[0][key], tensor) for key, tensor in expected.items())
 
 
 @pytest.mark.parametrize(

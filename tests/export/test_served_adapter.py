@@ -12,11 +12,13 @@ import torch
 from peft import PeftModel
 from processes import HANG_S
 from project import ROOT
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sftplay.config.run import LoraConfig
-from sftplay.export.adapter_names import FOR_ENGINES, export_adapter, find_mounted
+from sftplay.errors import ConfigError
+from sftplay.export.adapter_names import FOR_ENGINES, export_adapter, find_mounted, mountable_by_vllm
 from sftplay.model.adapter import add_adapter
 from sftplay.places import find_vllm_python
 
@@ -105,8 +107,6 @@ def test_peft_loads_each_folder_on_its_own_class(exported: tuple[Path, Any]):
 
 @pytest.mark.parametrize("exported", ["glm4"], indirect=True)
 def test_halves_of_a_joined_layer_add_up_to_what_was_trained(exported: tuple[Path, Any]):
-    from safetensors.torch import load_file
-
     folder, _ = exported
     trained, halved = (load_file(folder / name / "adapter_model.safetensors") for name in ("trained", FOR_ENGINES))
     layer = "base_model.model.model.layers.1.mlp"
@@ -142,3 +142,29 @@ def test_a_pattern_becomes_full_names_that_sglang_takes_and_peft_keeps_out_of_th
     adapted_names = [{n for n, m in model.named_modules() if hasattr(m, "lora_A")} for model in (adapted, again)]
     assert adapted_names[0] == adapted_names[1]
     assert find_mounted(config, [f"base_model.model.{name}.lora_A.weight" for name in listed], "sglang").mounts_all
+
+
+@pytest.mark.parametrize("exported", ["qwen3_5", "glm4", "qwen3"], indirect=True)
+def test_what_is_served_is_what_is_exported_for_vllm(exported: tuple[Path, Any]):
+    folder, _ = exported
+    config = json.loads((folder / "base/config.json").read_text())
+    served = mountable_by_vllm(folder / "trained", config, target=folder / "served")
+    name = FOR_ENGINES if (folder / FOR_ENGINES).is_dir() else "trained"
+    assert (served == folder / "trained") == (name == "trained")
+    weights = [load_file(place / "adapter_model.safetensors") for place in (served, folder / name)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][key]) for key, tensor in weights[0].items())
+    settings = json.loads((served / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8)
+
+
+@pytest.mark.parametrize("exported", ["qwen3"], indirect=True)
+def test_an_adapter_that_is_mounted_in_part_is_not_served(exported: tuple[Path, Any]):
+    folder, _ = exported
+    weights = load_file(folder / "trained/adapter_model.safetensors")
+    place, other = "layers.1.self_attn.q_proj", "layers.1.self_attn.query"
+    odd = {key.replace(place, other): value for key, value in weights.items()}
+    save_file(odd, folder / "trained/adapter_model.safetensors")
+    config = json.loads((folder / "base/config.json").read_text())
+    with pytest.raises(ConfigError, match=rf"mounts 13 of 14 modules of this adapter, first not .*{other}"):
+        mountable_by_vllm(folder / "trained", config, target=folder / "served")

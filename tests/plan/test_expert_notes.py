@@ -12,9 +12,10 @@ from project import ROOT
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sftplay.config.load import load_config
+from sftplay.errors import ConfigError
 from sftplay.model.adapter import add_adapter, names_of_experts
 from sftplay.plan.experts import ADAPTED_MIXTURES, EXPERT_NAMES, describe_adapted
-from sftplay.plan.shape_from_config import MIXTURES, shape_from_config
+from sftplay.plan.shape_from_config import EXPERT_KEYS, MIXTURES, shape_from_config
 
 SMALL = {"num_hidden_layers": 2}
 CFG = load_config(ROOT / "configs/run_lora.yaml")
@@ -25,8 +26,7 @@ def open_family(family: str) -> tuple[Any, Any]:
     config.architectures = ["MixtureForCausalLM"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    published = config.to_dict() | {"num_experts": getattr(config, "num_experts", None)}  # 5.23 writes another key
-    return model, shape_from_config({k: v for k, v in published.items() if v is not None}, name=family)
+    return model, shape_from_config({k: v for k, v in config.to_dict().items() if v is not None}, name=family)
 
 
 def with_targets(targets: Any) -> Any:
@@ -47,6 +47,21 @@ def test_the_note_is_what_peft_makes_of_the_experts(family: str, targets: Any):
     trains = any(isinstance(module, ParamWrapper) for module in adapted.modules())
     (note,) = describe_adapted(cfg, shape)
     assert ("adapts the experts" in note, "train nothing" in note) == (trains, not trains)
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES | {"glm4_moe", "qwen3_next", "qwen3_5_moe_text"}))
+def test_the_count_of_experts_is_read_under_every_name_that_transformers_reads_it_under(family: str):
+    given = SMALL | {"head_dim": 64}
+    written = CONFIG_MAPPING[family](**given).to_dict()
+    key = next(key for key in EXPERT_KEYS if written.get(key))
+    plain = {name: value for name, value in written.items() if name not in EXPERT_KEYS}
+    count = written[key] // 2
+    for name in EXPERT_KEYS:
+        if CONFIG_MAPPING[family](**given, **{name: count}).to_dict()[key] == count:
+            assert shape_from_config(plain | {name: count}, name=family).experts == count, name
+        else:
+            with pytest.raises(ConfigError, match="is missing"):
+                shape_from_config(plain | {name: count}, name=family)
 
 
 def test_the_families_are_those_that_peft_converts():

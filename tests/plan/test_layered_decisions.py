@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,7 +14,8 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan import decisions
 from sftplay.plan.decisions import Decision, decide_numerics
-from sftplay.plan.find_shape import find_shape
+from sftplay.plan.find_shape import find_shape, read_table
+from sftplay.plan.sizing import size_run
 
 ROOT = Path(__file__).resolve().parents[2]
 HYBRID, SINKS, PLAIN = "Qwen/Qwen3.5-9B", "openai/gpt-oss-20b", "Qwen/Qwen3-0.6B"
@@ -46,3 +48,14 @@ def test_attention_with_a_sink_is_the_one_that_has_it():
     assert decided(SINKS)["model.attn"].value == "eager"
     with pytest.raises(MachineError, match="learned sink, which sdpa leaves out"):
         decided(SINKS, **{"model.attn": "sdpa"})
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_head_is_one_that_a_run_accepts_where_config_json_asks_for_the_routers_loss(asks: bool, tmp_path: Path):
+    config = read_table()["Qwen/Qwen3-30B-A3B"] | {"num_hidden_layers": 24, "output_router_logits": asks}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cfg = load_config(ROOT / "configs/run_lora.yaml").with_values({"model.name": str(tmp_path)}, "test")
+    large = {"model.max_seq_len": 4096, "train.effective_batch_size": 64}
+    sized = size_run(cfg.with_values(large, "test"), MACHINE, shape=find_shape(str(tmp_path)))
+    assert sized.cfg.train.loss_head == ("standard" if asks else "chunked")
+    assert not asks or "output_router_logits" in sized.decisions["train.loss_head"].reason

@@ -45,8 +45,7 @@ def test_a_model_of_the_family_trains_with_the_parameters_that_the_plan_counts(
     attention = {"model__attn": "eager"} if kind == "gpt_oss" else {}
     values = {"tuning__mode": mode, "train__max_steps": 2, "model__name": str(source), **attention}
     finals = []
-    # TRL has a router of GPT-OSS add a loss, which a loss in chunks refuses.
-    for head in ("standard",) if kind == "gpt_oss" else ("standard", "chunked"):
+    for head in ("standard", "chunked"):
         done = train(tmp_path / head, Inputs(source, inputs.train, inputs.held_out), train__loss_head=head, **values)
         losses = [line["loss"] for line in done.metrics if "loss" in line]
         assert len(losses) == 2
@@ -54,5 +53,8 @@ def test_a_model_of_the_family_trains_with_the_parameters_that_the_plan_counts(
         finals.append(losses[1])
     assert finals == pytest.approx([finals[0]] * len(finals), rel=1e-4)
     shape = shape_from_config({"model_type": kind, **FAMILIES[kind]}, name="x")
+    settings = (vars(model.config), vars(done.trainer.model.config.get_text_config()))  # TRL writes into the second
+    for key in ("output_router_logits", "router_aux_loss_coef"):
+        assert settings[0].get(key) == settings[1].get(key)
     if mode == "full":
         assert sum(p.numel() for p in done.trainer.model.parameters()) == shape.total_params

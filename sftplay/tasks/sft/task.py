@@ -58,9 +58,14 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
     """Build the trainer for rows of token ids and labels."""
     cfg = parts.cfg
+    # TRL 1.16 has every mixture of experts add a loss of its router, whatever its config.json says, and the window
+    # would count it once a micro-batch: the step would depend on their number.
+    text = parts.model.config.get_text_config()
+    is_off, coefficient = not getattr(text, "output_router_logits", False), getattr(text, "router_aux_loss_coef", None)
     config = SFTConfig(
         **parts.arguments,
         loss_type="nll",
+        router_aux_loss_coef=0.0 if is_off else None,
         packing=False,  # rows are packed inside the window, so that a step keeps its rows
         max_length=cfg.model.max_seq_len,
         dataset_kwargs={"skip_prepare_dataset": True},
@@ -79,6 +84,8 @@ def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
         data_collator=Collator(parts.tokenizer.pad_token_id),
         callbacks=parts.callbacks,
     )
+    if is_off and coefficient is not None:
+        text.router_aux_loss_coef = coefficient  # TRL has written its own there, and the result is saved with it
     # TRL would leave Liger's loss out for one of its own, which the window passes over. The Trainer reads this later.
     trainer.args.use_liger_kernel = cfg.train.loss_head == "liger"
     if trainer.micro_batcher is not None and trainer.micro_batcher.packs:
