@@ -142,7 +142,7 @@ def _serving(
         tokenizer.save_pretrained(scratch)
         AutoConfig.from_pretrained(source, trust_remote_code=trusts_code).save_pretrained(scratch)
         launch = build_server(
-            "vllm", Path(source).resolve() if Path(source).is_dir() else Path(source), name="model", port=port,
+            "vllm", Path(source), name="model", port=port,
             trusts_code=trusts_code, tokenizer=Path(scratch), has_gpu=bool(find_gpus()[0]), is_gated=False,
         )  # fmt: skip
         log_file = (folder.logs / "lm-eval-vllm.log").resolve()
@@ -202,18 +202,15 @@ def _measure_served(
     as soon as it scores two prompts at a time.
     """
     from sftplay.evaluate.served_harness import ServedHarnessModel
-    from sftplay.export.merge import find_base
-    from sftplay.export.serve import whole_model
+    from sftplay.export.serve import base_folder, whole_model
 
-    start, revision = find_base(cfg, folder)
     if folder.result == folder.path / "adapter" and not _switches_off(cfg, folder):
         what = "the run went on from another adapter, and its start is no whole model that vLLM could serve"
         raise ConfigError(what, where="--engine", fix="leave it out: transformers takes both adapters")
-    if cfg.tuning.mode == "qlora":
-        log.say("note: vLLM computes with the base in full precision, the run was trained on it in 4 bits", "lm-eval")
+    start = str(base_folder(cfg, folder))
     whole = str(whole_model(cfg, folder))
     with _serving(cfg, folder, start, tokenizer=tokenizer) as (ask, _):
-        base = ServedHarnessModel(ask, start, tokenizer, renderer, cfg=cfg, revision=revision)
+        base = ServedHarnessModel(ask, start, tokenizer, renderer, cfg=cfg)
         measure("base", base)
         of_base = base.score(base.first_prompt) if base.first_prompt else None
     with _serving(cfg, folder, whole, tokenizer=tokenizer) as (ask, engine):

@@ -33,15 +33,13 @@ class ServedHarnessModel(HarnessModel):
 
     def __init__(
         self, ask: Ask, folder: str, tokenizer: Any, renderer: Any | None, *, cfg: RunConfig,
-        revision: str | None = None,
     ) -> None:  # fmt: skip
         """`folder` has the config of the model that `ask` reaches, and its generation config where there is one."""
-        options = {"revision": revision, "trust_remote_code": cfg.model.trust_remote_code}
         try:
-            generation = GenerationConfig.from_pretrained(folder, revision=revision)
+            generation = GenerationConfig.from_pretrained(folder)
         except OSError:
             generation = GenerationConfig()
-        config = AutoConfig.from_pretrained(folder, **options)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
         shell = SimpleNamespace(device=torch.device("cpu"), config=config, generation_config=generation)
         super().__init__(shell, tokenizer, renderer, cfg=cfg)
         self.batch_size_per_gpu = AT_ONCE

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from sftplay.atomic import read_object
 from sftplay.errors import ConfigError, MachineError
@@ -34,6 +36,9 @@ ENVIRONMENT = {
 
 SMALL_MACHINE_CORES = 8
 
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of heads that vLLM 0.31 computes with on a CPU (v1/attention/backends/cpu_attn.py, `get_supported_head_sizes`)."""
+
 SEQUENCES, LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 16, 2**28, 4 * 2**30
 """Without a GPU the cache of keys and values takes memory, and its zeros time, from the start on."""
 
@@ -58,11 +63,13 @@ def vllm_command(
 
     Raises:
         ConfigError: vLLM cannot serve such an adapter without a merge.
-        MachineError: there is no environment with vLLM.
+        MachineError: there is no environment with vLLM, or its attention on a CPU does not know the model's heads.
     """
     python = find_python()
     if python is None:
         raise MachineError("vLLM is not installed", where=".venv-vllm", fix="make install-vllm")
+    if not has_gpu:
+        check_heads(folder)
     # The server has another working folder.
     folder, adapter = folder.absolute(), adapter and adapter.absolute()
     words_from = (tokenizer or folder).absolute()
@@ -140,12 +147,30 @@ def small_machine_environment() -> dict[str, str]:
     return {key: value for key, value in settings.items() if key not in os.environ}
 
 
+def check_heads(folder: Path) -> None:
+    """Raise MachineError where vLLM's attention on a CPU does not know the width of the model's heads: the server would
+    start, and end at the first request.
+    """
+    config = read_object(folder / "config.json")
+    width = find_head_width(config.get("text_config") or config)
+    if width and width not in CPU_HEADS:
+        what = (
+            f"vLLM computes on a CPU with heads of {', '.join(map(str, CPU_HEADS))}, and this model's are {width} wide"
+        )
+        raise MachineError(what, where=str(folder), fix="ENGINE=transformers")
+
+
+def find_head_width(config: Mapping[str, Any]) -> int:
+    """Return the width of a head by config.json, 0 where it does not say."""
+    heads = config.get("num_attention_heads") or 0
+    return int(config.get("head_dim") or (config.get("hidden_size") or 0) // max(heads, 1))
+
+
 def find_cache_bytes(folder: Path, max_model_len: int | None) -> int:
     """Return the size of the cache of keys and values on a machine without a GPU: SEQUENCES of the longest, in fp32."""
     config = read_object(folder / "config.json")
     config = config.get("text_config") or config
-    heads = config.get("num_attention_heads") or 0
-    width = config.get("head_dim") or (config.get("hidden_size") or 0) // max(heads, 1)
+    heads, width = config.get("num_attention_heads") or 0, find_head_width(config)
     layers, kv_heads = config.get("num_hidden_layers") or 0, config.get("num_key_value_heads") or heads
     tokens = max_model_len or config.get("max_position_embeddings") or 0
     wanted = 2 * 4 * layers * kv_heads * width * tokens * SEQUENCES

@@ -403,6 +403,19 @@ def test_an_adapter_is_served_under_names_that_vllm_mounts_or_not_at_all(
     assert all(torch.equal(seen[0][key], tensor) for key, tensor in expected.items())
 
 
+def test_heads_that_vllm_does_not_compute_with_on_a_cpu_are_refused_before_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(vllm_command, "find_python", lambda: tmp_path / "python")
+    config = {"hidden_size": 32, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MachineError, match="this model's are 8 wide"):
+        build_server("vllm", tmp_path, name="x", port=1, trusts_code=False)
+    build_server("vllm", tmp_path, name="x", port=1, trusts_code=False, has_gpu=True)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config | {"head_dim": 64}}))
+    build_server("vllm", tmp_path, name="x", port=1, trusts_code=False)
+
+
 @pytest.mark.parametrize(
     ("stored", "has_gpu", "has_bf16", "taken"),
     [
