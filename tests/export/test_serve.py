@@ -30,7 +30,7 @@ from processes import HANG_S, is_alive, wait_until
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig
 
-from sftplay.errors import ConfigError, RunError
+from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export import serve as serve_module
 from sftplay.export import server as serving
 from sftplay.export import vllm_command
