@@ -27,7 +27,7 @@ TOP = 1024
 BOUNDS = {"f32": 1e-4, "f16": 1e-4, "bf16": 2e-3, "q8_0": 1e-2, "q6_k": 5e-2, "q5_k_m": 0.15, "q4_k_m": 0.3}
 """Mixture of a file -> the largest mean Kullback-Leibler divergence from the model, in nats (of f32: at any position).
 
-Some three times what random models of 3 and 8 layers and a trained builtin:tiny show: docs/gguf.md has the figures."""
+At least twice what random models of 3 and 8 layers and a trained builtin:tiny show: docs/gguf.md has the figures."""
 
 WIDEST = 1.0
 """For mixtures of llama.cpp's own that have no bound here: a file beyond it answers otherwise."""

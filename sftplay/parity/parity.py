@@ -28,7 +28,7 @@ from sftplay.parity.compare import BOUNDS, LOOSEST, Comparison, compare, find_ch
 from sftplay.parity.engine import EngineReply, Question
 from sftplay.parity.questions import choose_questions
 from sftplay.parity.reference import Reference
-from sftplay.parity.results import keep_result
+from sftplay.parity.results import find_gguf_files, keep_result
 from sftplay.parity.tensors import Load, Tensors, find_altered_tensors
 
 Engine = Literal["transformers", "vllm", "llama.cpp"]
@@ -216,9 +216,10 @@ class ParityCheck:
             if not served.is_dir():
                 raise ConfigError("no merged model here", where=str(served), fix="make merge")
             return against, served
-        files = sorted(path.rglob("*.gguf"))
+        files = find_gguf_files(self.folder)
         if len(files) != 1:
-            what = f"holds {len(files)} GGUF files" if files else "holds no GGUF file"
+            names = ", ".join(file.name for file in files)
+            what = f"has {len(files)} GGUF files: {names}" if files else "has no GGUF file"
             fix = f"name one: SERVED={files[0]}" if files else "make export FORMAT=gguf"
             raise ConfigError(what, where=str(path), fix=fix)
         return against, files[0]

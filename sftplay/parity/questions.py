@@ -52,8 +52,8 @@ def choose_questions(
     if long:
         log.say(f"note: {long:,} of {len(prompts):,} {origin} rows are longer than the model reads", "parity")
     if not asked and falls_back:
-        own = [_to_question(prompt, renderer) for prompt in _built_in(cfg, renderer)]
-        asked, origin = [question for question in own if question is not None], "built-in"
+        built_in = [_to_question(prompt, renderer) for prompt in _built_in(cfg, renderer)]
+        asked, origin = [question for question in built_in if question is not None], "built-in"
     if not asked:
         fix = "name a file with other rows: IN=rows.jsonl"
         raise DataError(f"none of {len(prompts):,} {origin} rows can be asked", where=file or str(folder.path), fix=fix)

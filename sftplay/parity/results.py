@@ -25,18 +25,28 @@ def keep_result(folder: RunFolder, result: Mapping[str, Any]) -> None:
     folder.write_json(NAME, {**result, "results": {**results, key: result}})
 
 
+def find_gguf_files(folder: RunFolder) -> list[Path]:
+    """Return the GGUF files in the run's folder, and those that it was held against elsewhere."""
+    kept = read_object(folder.path / NAME).get("results")
+    results = [one for one in kept.values() if isinstance(one, dict)] if isinstance(kept, dict) else []
+    named = [Path(str(one.get("served"))) for one in results if one.get("against") == "gguf"]
+    found = {file.resolve(): file for file in [*named, *folder.path.rglob("*.gguf")] if file.is_file()}
+    return sorted(found.values())
+
+
 def keep_export(folder: RunFolder, found: Mapping[str, Any], *, out: Path) -> None:
     """Keep what `gguf_check` found of the files in `out` as results of `make parity`, the first of them last.
 
     All of them passed: others are not delivered. The bound is that of Kullback and Leibler's divergence.
     """
     note = "held against the merged model by the export; `make parity ENGINE=llama.cpp` tells it from the base too"
+    version = found["engine"].removeprefix("llama.cpp (").removesuffix(")")  # as `make parity` writes it
     for name, figures in reversed(found["files"].items()):
         if not (out / name).is_file():  # the file in fp32 that was made for the check alone
             continue
         exact = figures["kind"] == "f32"
         result = {
-            "engine": "llama.cpp", "version": found["engine"], "against": "gguf", "served": str(out / name),
+            "engine": "llama.cpp", "version": version, "against": "gguf", "served": str(out / name),
             "url": None, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kit": __version__, "n": found["n_prompts"],
             "prompts": found["prompts"], "max_new_tokens": max(1, figures["positions"] // found["n_prompts"]),
             "same_prompt_ids": found["n_prompts"], "same_answer_ids": figures["same_answers"], "ties": 0,

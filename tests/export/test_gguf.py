@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay.errors import ConfigError, RunError
 from sftplay.parity import by_llama_cpp
@@ -21,7 +21,7 @@ from sftplay.parity.texts import make_texts
 gguf = pytest.importorskip("gguf", reason="needs make install EXTRAS=gguf")
 pytest.importorskip("xllamacpp", reason="needs make install EXTRAS=gguf")
 
-from gguf_models import FAMILIES, LLAMA3_ROPE, ROWS, TOKENIZERS, YARN, make_model  # noqa: E402
+from gguf_models import FAMILIES, LLAMA3_ROPE, ROOT, ROWS, TOKENIZERS, YARN, make_model  # noqa: E402
 
 from sftplay.export.gguf import families, quantize, vocabulary  # noqa: E402
 from sftplay.export.gguf.write import file_bytes, list_types, write_gguf  # noqa: E402
@@ -204,6 +204,28 @@ def test_another_pre_tokenizer_is_caught(name: str, pre: str, tmp_path: Path):
     _, tokenizer = make(name)
     with pytest.raises(RunError, match="as other tokens: at token"):
         gguf_check.check_tokens(written(tmp_path, name, pre=pre), tokenizer, [], approximates="")
+
+
+@pytest.mark.slow
+def test_a_rule_without_a_name_is_delivered_only_where_most_texts_have_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """builtin:tiny splits digits in pairs, which llama.cpp has no name for."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data" / "base" / "tiny")
+    model, _ = make_model("qwen3", vocab_size=len(tokenizer))
+    words = vocabulary.describe_vocabulary(tokenizer, rows=len(tokenizer))
+    assert r"\p{N}{1,2}" in words.approximates
+    file = tmp_path / "x.gguf"
+    write_gguf(model, words, file, quant="f32", name="x")
+    found = gguf_check.check_tokens(file, tokenizer, ["Born on 17 November 1996."], approximates=words.approximates)
+    assert 750 < found["same"] < 1000
+    assert (found["own_texts"], found["own_same"]) == (1, 1)
+    with pytest.raises(RunError, match="of 1,000 texts"):
+        gguf_check.check_tokens(file, tokenizer, [], approximates="")
+    monkeypatch.setattr(gguf_check, "LEAST_SAME", 0.9)
+    with pytest.raises(RunError, match="of 1,000 texts") as refusal:
+        gguf_check.check_tokens(file, tokenizer, [], approximates=words.approximates)
+    assert "LLAMA_CPP=" in refusal.value.fix
 
 
 def test_another_chat_template_is_caught(tmp_path: Path):

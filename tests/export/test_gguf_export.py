@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,12 @@ def test_the_folder_holds_checked_files_a_modelfile_and_a_card(
     assert row in engines
     assert f"{name}-f16.gguf" in engines
     assert f"{name}-q8_0.gguf" in (run.folder.path / "report.html").read_text()
+
+    with redirect_stdout(io.StringIO()) as printed:
+        assert cli.main(["parity", "--run", str(run.folder.path), "--engine", "llama.cpp", "--json"]) == 2
+    error = json.loads(printed.getvalue())["error"]
+    assert f"has 2 GGUF files: {name}-f16.gguf, {name}-q8_0.gguf" in error["what"]
+    assert error["fix"] == f"name one: SERVED={out / name}-f16.gguf"  # though it does not lie in the run's folder
 
 
 @pytest.mark.slow
