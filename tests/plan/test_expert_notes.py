@@ -83,7 +83,7 @@ def test_the_count_of_experts_is_read_under_every_name_that_transformers_reads_i
 def test_the_families_are_those_that_peft_converts():
     converted = {name for name, kind in _MODEL_TO_CONVERSION_PATTERN.items() if kind in _MOE_TARGET_MODULE_MAPPING}
     assert converted & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} == ADAPTED_MIXTURES
-    assert EXPERTS_NAMED == ADAPTED_MIXTURES & {*FAMILIES}
+    assert ADAPTED_MIXTURES & {*FAMILIES} == EXPERTS_NAMED
     kinds = {_MODEL_TO_CONVERSION_PATTERN[name] for name in ADAPTED_MIXTURES}
     assert {name for kind in kinds for name in _MOE_TARGET_MODULE_MAPPING[kind]} == EXPERT_NAMES | {"gate"}
 

@@ -93,7 +93,7 @@ def test_the_total_is_the_one_of_the_card(name, billions):
 @pytest.mark.parametrize(
     ("name", "billions", "active"),
     [
-        # The names: 4B, 27B, 35B-A3B, 122B-A10B, 397B-A17B (with a tower of 0.46 that is not loaded), 80B-A3B, 106B-A12B.
+        # Names: 4B, 27B, 35B-A3B, 122B-A10B, 397B-A17B (with a tower of 0.46 that is not loaded), 80B-A3B, 106B-A12B.
         # What counts as active differs between cards by the embeddings.
         ("Qwen/Qwen3.5-4B", 4, None),
         ("Qwen/Qwen3.5-27B", 27, None),
