@@ -184,8 +184,8 @@ def refuse_unopened(config: Any, *, where: str) -> None:
     """
     if not isinstance(config, Mapping) or not any(isinstance(config.get(key), Mapping) for key in NESTED):
         return
-    kind, own = config.get("model_type"), config.get("auto_map")
-    if kind in WITH_TEXT or (isinstance(own, Mapping) and "AutoModelForCausalLM" in own):
+    kind, shipped = config.get("model_type"), config.get("auto_map")
+    if kind in WITH_TEXT or (isinstance(shipped, Mapping) and "AutoModelForCausalLM" in shipped):
         return
     what = f"a model of the type {quote_value(kind)} is for images or sound too, and has no class of text alone"
     fix = "name a model of text alone, or of a type whose text part can be opened: gemma3, gemma4, llama4, qwen3_5"

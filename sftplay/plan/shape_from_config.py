@@ -12,7 +12,7 @@ from sftplay.plan.shape import Linear, ModelShape
 LAYERED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "glm4_moe", "gpt_oss"})
 """Families whose layers are of several kinds, or have experts whose memory is counted (`plan/layered_shape.py`)."""
 
-EXPERTS_NAMED = frozenset({"glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"})
+EXPERTS_NAMED = frozenset({"glm4_moe", "mixtral", "olmoe", "qwen3_moe", "qwen3_next"})
 """Families in which PEFT takes names of linears for those of experts (peft 0.21, `_convert_peft_config_moe`)."""
 
 EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")

@@ -10,19 +10,21 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_TARGET_MODULE_MAPPING
 from project import ROOT
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
 from sftplay.model.adapter import add_adapter, names_of_experts
 from sftplay.plan.experts import ADAPTED_MIXTURES, EXPERT_NAMES, describe_adapted
-from sftplay.plan.shape_from_config import EXPERT_KEYS, MIXTURES, shape_from_config
+from sftplay.plan.more_families import FAMILIES
+from sftplay.plan.shape_from_config import EXPERT_KEYS, EXPERTS_NAMED, MIXTURES, shape_from_config
 
-SMALL = {"num_hidden_layers": 2}
+SMALL = {"num_hidden_layers": 2, "vocab_size": 2048}
 CFG = load_config(ROOT / "configs/run_lora.yaml")
 
 
 def open_family(family: str) -> tuple[Any, Any]:
-    config = CONFIG_MAPPING[family](**SMALL)
+    config = CONFIG_MAPPING[family](**SMALL, **({"head_dim": 64} if family == "glm4_moe" else {"num_experts": 16}))
     config.architectures = ["MixtureForCausalLM"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -34,8 +36,22 @@ def with_targets(targets: Any) -> Any:
     return CFG.model_copy(update={"tuning": CFG.tuning.model_copy(update={"lora": lora})})
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_next", "glm4_moe"])
+def test_an_adapter_is_as_large_as_the_plan_counts_where_an_expert_is_shared(family: str):
+    model, shape = open_family(family)
+    adapted = add_adapter(model, CFG.tuning.lora.model_copy(update={"r": 2, "target_modules": "auto"}))
+    counted = sum(
+        kind.layers * 2 * (one.inputs + one.outputs)
+        for kind in shape.kinds
+        for one in kind.linears
+        if not one.is_left_out
+    )
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == counted
+    assert ("MLP next to them" in describe_adapted(with_targets("auto"), shape)[0]) == (family in ADAPTED_MIXTURES)
+
+
 @pytest.mark.parametrize("targets", ["auto", ("q_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")])
-@pytest.mark.parametrize("family", sorted(MIXTURES))
+@pytest.mark.parametrize("family", sorted(MIXTURES | {"qwen3_next"}))
 def test_the_note_is_what_peft_makes_of_the_experts(family: str, targets: Any):
     model, shape = open_family(family)
     cfg = with_targets(targets)
@@ -66,8 +82,8 @@ def test_the_count_of_experts_is_read_under_every_name_that_transformers_reads_i
 
 def test_the_families_are_those_that_peft_converts():
     converted = {name for name, kind in _MODEL_TO_CONVERSION_PATTERN.items() if kind in _MOE_TARGET_MODULE_MAPPING}
-    assert converted >= ADAPTED_MIXTURES
-    assert not (MIXTURES & converted) - ADAPTED_MIXTURES
+    assert converted & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} == ADAPTED_MIXTURES
+    assert ADAPTED_MIXTURES & {*FAMILIES} == EXPERTS_NAMED
     kinds = {_MODEL_TO_CONVERSION_PATTERN[name] for name in ADAPTED_MIXTURES}
     assert {name for kind in kinds for name in _MOE_TARGET_MODULE_MAPPING[kind]} == EXPERT_NAMES | {"gate"}
 

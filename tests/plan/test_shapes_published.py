@@ -46,6 +46,8 @@ PUBLISHED = [
     ("Qwen/Qwen-72B", 72_287_920_128, CARD),
     ("facebook/opt-1.3b", 1_315_758_080, "num_parameters() of the checkpoint, printed in public notebooks"),
     ("togethercomputer/RedPajama-INCITE-Base-3B-v1", 2_775_864_320, QUOTED),
+    ("Qwen/Qwen3.5-0.8B", 852_985_920 - 100_592_896, "the model's count in public code, without its image tower's"),
+    ("Qwen/Qwen3.5-2B", 2_213_241_664 - 331_416_576, "the model's count in public code, without its image tower's"),
     ("openai-community/gpt2", 124_439_808, "num_parameters() of the checkpoint, printed in public notebooks"),
 ]
 
@@ -91,8 +93,9 @@ def test_the_total_is_the_one_of_the_card(name, billions):
 @pytest.mark.parametrize(
     ("name", "billions", "active"),
     [
-        # The names: 27B, 35B-A3B, 122B-A10B, 397B-A17B (with a tower of 0.46 that is not loaded), 80B-A3B, 106B-A12B.
+        # Names: 4B, 27B, 35B-A3B, 122B-A10B, 397B-A17B (with a tower of 0.46 that is not loaded), 80B-A3B, 106B-A12B.
         # What counts as active differs between cards by the embeddings.
+        ("Qwen/Qwen3.5-4B", 4, None),
         ("Qwen/Qwen3.5-27B", 27, None),
         ("Qwen/Qwen3.5-35B-A3B", 35, 3),
         ("Qwen/Qwen3.5-122B-A10B", 122, 10),
