@@ -68,7 +68,7 @@ def explain_trained_template(template: str | None, folder: RunFolder) -> list[st
     """Say that the template in the run's own result is not the one that it was trained with."""
     trained = folder.read_json("manifest.json").get("template_sha256")
     stored = template_hash(template or "")
-    if trained in (None, stored):
+    if trained in (None, stored, template_hash("")):  # of a run that learned plain text the template is the base's
         return []
     return [
         f"the chat template in {folder.result} is not the one of the training (sha256 {stored[:12]}, {trained[:12]})"

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from in_process import Finished, Inputs, train
-from lively import lively_model
 from safetensors.torch import load_file
-from test_parity import ADAPTER, ask, change_weights, set_other_values, set_zeros
+from test_parity import ADAPTER, ask, change_json, change_weights, set_other_values, set_zeros
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from sftplay.export.adapter_names import FOR_ENGINES
@@ -100,6 +99,7 @@ def test_faults_of_the_adapter_under_vllms_names_are_named(
 
 def test_peft_mounts_nothing_of_the_adapter_under_vllms_names(run: Finished, renamed: Path):
     assert not set(load_file(renamed / ADAPTER)) & set(load_file(run.folder.path / "adapter" / ADAPTER))
+    change_json(renamed / "adapter_config.json", base_model_name_or_path=run.cfg.model.name)
     code, found = ask(run, "--served", str(renamed))
     assert code == 5
     assert "keys match 0 of 14 modules" in found["cause"]
