@@ -504,3 +504,17 @@ def test_report_and_card_say_which_engines_the_run_was_held_against(run: Finishe
     page = (run.folder.path / "report.html").read_text()
     assert all(text in page for text in ("Engines", "3 of 3", "Largest difference"))
     assert str(run.folder.path) not in after
+
+
+def test_a_run_of_plain_texts_is_asked_their_beginnings_and_keeps_its_bases_template(inputs: Inputs, tmp_path: Path):
+    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
+    lively_model(base).save_pretrained(base)
+    for name, last in (("train", "river"), ("held-out", "hills")):
+        rows = [
+            {"text": f"the stone {n} walks under green light and asks why seven old boats {last}"} for n in range(40)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = Inputs(base, tmp_path / "train.jsonl", tmp_path / "held-out.jsonl")
+    done = train(tmp_path, files, task_mode="cpt", train__learning_rate=0.05)
+    code, found = ask(done, "--against", "adapter", "--n", "2")
+    assert (code, found["cause"], found["prompts"]) == (0, None, "held-out")
