@@ -283,7 +283,9 @@ def _explain(
     if ".experts" in lost:
         return f"{name} does not mount experts that were trained as one tensor on this class; {MERGED}"
     if engine == "vllm" and rename_for_vllm(config, keys):
-        return f"the names are those of another class than {served_class(config)}; use what `make export` writes"
+        return (
+            f"the names are those of another class than {served_class(config)}; serve {FOR_ENGINES}/ of `make export`"
+        )
     placed = {module.rpartition(".")[2] for module in landed}
     without = sorted({module.rpartition(".")[2] for module in modules} - placed)
     advice = f", or train with tuning.lora.target_modules: [{', '.join(sorted(placed))}]" if placed else ""

@@ -37,7 +37,7 @@ ENVIRONMENT = {
 SMALL_MACHINE_CORES = 8
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of heads that vLLM computes with on a CPU (0.31, attention/backends/cpu_attn.py, `get_supported_head_sizes`)."""
+"""Widths of heads that vLLM 0.31 computes with on a CPU (backends/cpu_attn.py, `get_supported_head_sizes`)."""
 
 SEQUENCES, LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 16, 2**28, 4 * 2**30
 """Without a GPU the cache of keys and values takes memory, and its zeros time, from the start on."""

@@ -21,7 +21,9 @@ from sftplay.model.source import ADAPTER_CONFIG
 from sftplay.parity.engine import Answer, EngineReply, Question
 from sftplay.parity.questions import encode
 
-READ_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError)
+READ_ERRORS = (
+    OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, AssertionError, ImportError, SafetensorError
+)  # fmt: skip
 """What the libraries raise for a folder that they cannot open."""
 
 
@@ -57,7 +59,7 @@ def open_served(folder: Path, *, trusts_code: bool) -> tuple[Any, Any]:
     with warnings.catch_warnings():  # an adapter that fits nothing is reported by `causes`
         warnings.filterwarnings("ignore", message=".*(missing adapter keys|tie_word_embeddings).*")
         model = kind.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trusts_code).eval()
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    has_tokenizer = kind is AutoModelForCausalLM or (folder / "tokenizer_config.json").is_file()
     source = folder if has_tokenizer else model.peft_config["default"].base_model_name_or_path
     return model, AutoTokenizer.from_pretrained(source, trust_remote_code=trusts_code)
 

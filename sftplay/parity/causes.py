@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
@@ -48,8 +50,12 @@ SHOWN = 24
 """Characters of a template that are shown on each side."""
 
 
-def explain_template(run: str | None, served: str | None) -> list[str]:
-    """Say where two chat templates part."""
+def explain_template(run: str | None, served: str | Mapping[str, str] | None) -> list[str]:
+    """Say where two chat templates part. transformers gives several ones by their names, and takes `default`."""
+    if isinstance(served, Mapping):
+        others = sorted(set(served) - {"default"})
+        said = explain_template(run, served.get("default"))
+        return said or [f"the chat template differs: {', '.join(others)} is there beside it, which the run has not"]
     if (run or "") == (served or ""):
         return []
     a, b = run or "", served or ""
@@ -62,7 +68,7 @@ def explain_trained_template(template: str | None, folder: RunFolder) -> list[st
     """Say that the template in the run's own result is not the one that it was trained with."""
     trained = folder.read_json("manifest.json").get("template_sha256")
     stored = template_hash(template or "")
-    if trained in (None, stored):
+    if trained in (None, stored, template_hash("")):  # of a run that learned plain text the template is the base's
         return []
     return [
         f"the chat template in {folder.result} is not the one of the training (sha256 {stored[:12]}, {trained[:12]})"
@@ -140,17 +146,6 @@ def explain_config(run: Any, folder: Path, *, trusts_code: bool) -> list[str]:
     )
 
 
-def explain_ends(folder: Path, end_ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Say that the folder's generation config does not end an answer where training did."""
-    given = read_object(folder / "generation_config.json").get("eos_token_id")
-    given = given if given is not None else read_object(folder / "config.json").get("eos_token_id")
-    known = {given} if isinstance(given, int) else set(given or [])
-    if missing := [token for token in end_ids if token not in known]:
-        token = tokenizer.decode([missing[0]])
-        return [f"generation_config.json ends answers at {sorted(known)}, training at {missing[0]} ({token!r})"]
-    return []
-
-
 def read_headers(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield name and dtype of every tensor in the safetensors files of a folder."""
     for path in sorted(folder.glob("*.safetensors")):
@@ -184,32 +179,68 @@ def explain_dtype(folder: Path, *, stored: str | None) -> tuple[str | None, list
     return main, said
 
 
-def explain_adapter(model: Any, served: Path, *, trained: Path, cfg: RunConfig) -> list[str]:
+def explain_adapter(
+    model: Any, served: Path, *, trained: Path, cfg: RunConfig, names: Mapping[str, Sequence[str]] | None = None
+) -> list[str]:
     """Say what is wrong with the adapter in `served`: keys that fit nothing, zeros, settings, other values.
 
-    `model` is PEFT's model of the run's own adapter in `trained`.
+    `model` is PEFT's model of the run's own adapter in `trained`; `names` are the keys of vLLM for each key of it,
+    where those are meant.
     """
     try:
         with safe_open(served / WEIGHTS, framework="pt") as file:
             given = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         return [f"the adapter's weights cannot be read ({first_line(error)})"]
+    given = restore_names(given, names) if names else given
     said = []
     expected = get_peft_model_state_dict(model)
-    modules, fitting = ({_module(name) for name in names} for names in (expected, set(given) & set(expected)))
-    if fitting != modules or not set(given) <= set(expected):
+    lost = [name for name in expected if name not in given]
+    modules, losing = ({_module(name) for name in found} for found in (expected, lost))
+    if lost or not set(given) <= set(expected):
         foreign = next((name for name in given if name not in expected), None)
         like = next((name for name in expected if foreign and name.endswith(foreign[-30:])), next(iter(expected), ""))
-        keys = f"; {foreign} fits nothing, {like} would" if foreign else ""
-        said.append(f"the adapter's keys match {len(fitting)} of {len(modules)} modules{keys}")
+        keys = f"; {foreign} fits nothing, {like} would" if foreign else f"; {lost[0]} is missing"
+        said.append(f"the adapter's keys match {len(modules - losing)} of {len(modules)} modules{keys}")
     ups = [value for name, value in given.items() if "lora_B" in name or "lora_embedding_B" in name]
     if ups and not any(bool(value.any()) for value in ups):
         said.append(f"the adapter is all zeros: none of its {len(ups)} lora_B holds another value")
     return (
         said
         + _explain_settings(served, trained=trained, cfg=cfg)
+        + ([] if names else _explain_targets(served, modules))
         + _explain_values(given, trained, is_own=served.samefile(trained))
     )
+
+
+def restore_names(given: Mapping[str, torch.Tensor], names: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
+    """Return an adapter under the names of PEFT again, halves of one layer joined; what has no such name stays."""
+    rest, found = dict(given), {}
+    for key, parts in names.items():
+        if not all(part in given for part in parts):
+            continue
+        values = [given[part] for part in parts]
+        if "lora_B" in key or all(torch.equal(values[0], value) for value in values):
+            found[key] = torch.cat(values) if "lora_B" in key else values[0]
+            for part in parts:
+                rest.pop(part, None)
+    return rest | found
+
+
+def _explain_targets(served: Path, modules: Collection[str]) -> list[str]:
+    """Say that target_modules leaves out modules that have tensors: PEFT ignores these tensors."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        config = PeftConfig.from_pretrained(served)
+        kept = set(getattr(config, "modules_to_save", None) or ())
+        names = [name.removeprefix("base_model.model.") for name in modules]
+        low_rank = [name for name in names if name.rpartition(".")[2] not in kept]
+        if getattr(config, "target_parameters", None) or not getattr(config, "target_modules", None):
+            return []
+        left = [name for name in low_rank if not check_target_module_exists(config, name)]
+        if left:
+            count = f"{len(low_rank) - len(left)} of {len(low_rank)} modules"
+            return [f"{ADAPTER_CONFIG} differs: target_modules names {count}, {min(left)} for one is left out"]
+    return []
 
 
 def _module(name: str) -> str:
@@ -220,6 +251,8 @@ def _module(name: str) -> str:
 
 def _explain_settings(served: Path, *, trained: Path, cfg: RunConfig) -> list[str]:
     given, kept = (read_object(folder / ADAPTER_CONFIG) for folder in (served, trained))
+    if not given:
+        return [f"{ADAPTER_CONFIG} is not there, or cannot be read"]
     lora, said = cfg.tuning.lora, []
     if cfg.model.adapter is None or cfg.model.merge_adapter:  # a continued adapter keeps its own shape
         kept = {
@@ -234,7 +267,7 @@ def _explain_settings(served: Path, *, trained: Path, cfg: RunConfig) -> list[st
         if (given.get(name) or None) != (kept.get(name) or None):
             said.append(f"{name} is {json.dumps(given.get(name))}, the run's {json.dumps(kept.get(name))}")
     bases = [str(found.get("base_model_name_or_path")) for found in (given, read_object(trained / ADAPTER_CONFIG))]
-    if bases[0] != bases[1]:
+    if bases[0] not in (bases[1], Path(bases[1]).name):  # an export names no path of this machine
         said.append(f"its base is {bases[0]}, the run's {bases[1]}")
     return [f"{ADAPTER_CONFIG} differs: {'; '.join(said)}"] if said else []
 
@@ -245,11 +278,31 @@ def _explain_values(given: Mapping[str, torch.Tensor], trained: Path, *, is_own:
         return []
     with safe_open(trained / WEIGHTS, framework="pt") as file:
         names = [name for name in file.keys() if name in given]  # noqa: SIM118
-        altered = [name for name in names if not is_close(given[name], file.get_tensor(name))]
+        stored = {name: file.get_tensor(name) for name in names}
+    kinds = [sorted({str(value.dtype).removeprefix("torch.") for value in found.values()}) for found in (given, stored)]
+    if kinds[0] != kinds[1]:
+        return [f"the adapter is saved in the wrong precision: {', '.join(kinds[0])}, the run's {', '.join(kinds[1])}"]
+    altered = [name for name in names if not is_close(given[name], stored[name])]
     if not altered:
         return []
-    what = "it is another adapter than the run's" if len(altered) == len(names) else f"{altered[0]} is not the run's"
+    what = _describe_value(altered[0], given[altered[0]].float(), stored)
+    if len(altered) == len(names):
+        what = f"it is another adapter than the run's ({what})"
     return [f"{what}: {len(altered)} of {len(names)} of its tensors have other values"]
+
+
+def _describe_value(name: str, value: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> str:
+    """Say what a tensor of an adapter holds instead of its own values."""
+    own = stored[name].float()
+    if not bool(value.isfinite().all()):
+        return f"{name} holds values that are not finite"
+    if other := next((key for key, kept in stored.items() if key != name and torch.equal(kept.float(), value)), ""):
+        return f"{name} is the run's {other}"
+    if value.shape == own.shape and bool(own.any()):
+        factor = float((value * own).sum() / own.square().sum())
+        if factor and bool(torch.allclose(value, factor * own, rtol=1e-4)):
+            return f"{name} holds {factor:.6g} times its values"
+    return f"{name} is not the run's"
 
 
 def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -257,7 +310,8 @@ def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape:
         return False
     tolerance = max({torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(value.dtype, 1e-6) for value in (a, b))
-    return bool(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=1e-9))
+    smallest = 2.0**-24 if torch.float16 in (a.dtype, b.dtype) else 1e-9
+    return bool(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=smallest))
 
 
 def explain_seal(folder: RunFolder, cfg: RunConfig) -> list[str]:

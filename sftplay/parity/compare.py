@@ -147,6 +147,8 @@ def find_change(
         if not turned:
             return None, "the base gives the same answers as the trained model"
         return (True, "") if is_same else (None, "the engine gives no log-probabilities")
+    if any(said != said for said, _, _ in given):
+        return None, "the engine's log-probabilities are not numbers"
     to_run = sum(abs(said - run) for said, run, _ in given) / len(given)
     to_base = sum(abs(said - base) for said, _, base in given) / len(given)
     if to_base * NEARER < to_run:

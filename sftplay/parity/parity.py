@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftplay import __version__, log
 from sftplay.atomic import read_object
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
-from sftplay.export.merge import find_adapter, find_base, load_unquantised
+from sftplay.export.adapter_names import find_mounted, rename_for_vllm, served_class
+from sftplay.export.merge import RECORD, adapter_digest, find_adapter, find_base, find_base_file, load_unquantised
+from sftplay.export.vllm_command import find_lora_rank
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.source import ADAPTER_CONFIG
 from sftplay.model.weights_digest import digest_result
 from sftplay.parity import causes
+from sftplay.parity import served_files as files
 from sftplay.parity.by_transformers import READ_ERRORS
 from sftplay.parity.client import Server, find_server
 from sftplay.parity.compare import BOUNDS, LOOSEST, Comparison, compare, find_change
@@ -263,6 +268,9 @@ class ParityCheck:
         from sftplay.parity.by_vllm import answer_all as answer_by_vllm
 
         adapter = served if self.against == "adapter" else None
+        if adapter and self._explain_mounting():
+            find_lora_rank(adapter)  # its refusals come first
+            raise RunError("vLLM was not started, since it would leave modules of the adapter out")
         folder = self._served_base if adapter else served
         return answer_by_vllm(
             Path(folder), questions, max_new_tokens=request.max_new_tokens, adapter=adapter, tokenizer=self.tokenizer,
@@ -300,11 +308,12 @@ class ParityCheck:
             return said + explain_gguf(self.served, self.reference, questions)
         said += self._explain_words(questions)
         if self.against == "adapter":
-            said += self._explain_adapter(self.served)
+            unmounted = self._explain_mounting()
+            if is_equal:  # what was measured counts, not the tables of one release
+                self.notes += unmounted
+            said = ([] if is_equal else unmounted) + said + self._explain_adapter(self.served)
         else:
-            said += causes.explain_config(self._base_config, self.served, trusts_code=self.trusts_code)
-            ends = self.renderer.end_token_ids
-            said += causes.explain_ends(self.served, ends, self.tokenizer)
+            said += self._explain_configs(self.served)
             said += dtype_faults
             said += self._explain_weights(self.served)
         if self.reference.folder.path.joinpath("adapter").is_dir():
@@ -321,11 +330,60 @@ class ParityCheck:
         if tokenizer is None:
             return said
         said = causes.explain_template(self.tokenizer.chat_template, tokenizer.chat_template)
-        said += causes.explain_tokenizer(self.tokenizer, tokenizer, questions)
+        said = said or files.explain_second_template(self.served, self.tokenizer.chat_template)
+        said += causes.explain_tokenizer(self.tokenizer, tokenizer, questions) or files.explain_rules(
+            self.tokenizer, tokenizer, self.served
+        )
         return said or causes.explain_prompts(self.tokenizer, tokenizer, questions)
 
+    def _explain_configs(self, served: Path) -> list[str]:
+        """Compare what config.json and generation_config.json say with the run and its base."""
+        base = self._base_settings
+        known = {*self.reference.all_end_ids, self.tokenizer.eos_token_id}
+        for name in ("config.json", "generation_config.json"):
+            given = base[name].get("eos_token_id")
+            known |= {given} if isinstance(given, int) else set(given or [])
+        said = causes.explain_config(self._base_config, served, trusts_code=self.trusts_code)
+        said += files.explain_class(self._base_config, served, bos=self.tokenizer.bos_token_id)
+        ends = self.renderer.end_token_ids
+        said += files.explain_ends(served, ends, known=known, tokenizer=self.tokenizer)
+        if base["config.json"]:  # else the base is not at hand
+            said += files.explain_generation(base["config.json"] | base["generation_config.json"], served)
+        return said + files.explain_index(served)
+
+    @cached_property
+    def _base_settings(self) -> dict[str, dict[str, Any]]:
+        """The base's config.json and generation_config.json as they are stored; empty where they are not at hand."""
+        names = ("config.json", "generation_config.json")
+        found = {name: find_base_file(self.cfg, self.folder, name=name) for name in names}
+        return {name: read_object(path) if path else {} for name, path in found.items()}
+
+    @cached_property
+    def _vllm_names(self) -> dict[str, list[str]] | None:
+        """The names by which vLLM mounts the run's adapter, where what is served has those and not the run's own."""
+        trained = read_keys(self.folder.path / "adapter")
+        if self.request.engine != "vllm" or self.served is None or not trained:
+            return None
+        renamed = rename_for_vllm(self._base_settings["config.json"], trained) or {}
+        served = set(read_keys(self.served))
+        fits = served & {name for names in renamed.values() for name in names}
+        return renamed if len(fits) > len(served & set(trained)) else None
+
+    def _explain_mounting(self) -> list[str]:
+        """Say how many modules of the adapter vLLM mounts, from names alone, where these are not all."""
+        if self.request.engine != "vllm" or self.against != "adapter" or self.served is None:
+            return []
+        keys, config = read_keys(self.served), self._base_settings["config.json"]
+        found = find_mounted(config, keys, "vllm") if keys and config else None
+        if found is None or not found.is_known or found.mounts_all:
+            return []
+        count = f"the adapter's keys match {found.matched} of {found.total} modules of {served_class(config)} in vLLM"
+        return [f"{count}; {found.first_unmatched} for one fits nothing ({found.fix})"]
+
     def _explain_adapter(self, served: Path) -> list[str]:
-        said = causes.explain_adapter(self.reference.model, served, trained=self.folder.path / "adapter", cfg=self.cfg)
+        said = causes.explain_adapter(
+            self.reference.model, served, trained=self.folder.path / "adapter", cfg=self.cfg, names=self._vllm_names
+        )
         base = self._served_base
         trained = find_base(self.cfg, self.folder)[0]
         if Path(base).is_dir() and Path(trained).is_dir() and not Path(base).samefile(trained):
@@ -343,12 +401,19 @@ class ParityCheck:
             return [f"the weights cannot be opened ({first_line(error)})"]
         if missing := sorted(loading["missing_keys"]):
             return [f"{len(missing)} weights are missing, {missing[0]} for one"]
+        said = files.explain_tie(whole)
+        if unknown := sorted(loading["unexpected_keys"]):
+            said.append(f"{len(unknown)} weights in it belong to no part of the model, {unknown[0]} for one")
         is_own = self.folder.path.joinpath("model").exists() and served.samefile(self.folder.path / "model")
         if is_own:
-            return []
+            return said
         trained = dict(self.reference.merged().named_parameters(remove_duplicate=False))
         loads: dict[str, Load] = {name: value.detach for name, value in whole.named_parameters(remove_duplicate=False)}
-        return find_altered_tensors(Tensors(trained, loads, _LazyBase(self.cfg, self.folder)))
+        altered = find_altered_tensors(Tensors(trained, loads, _LazyBase(self.cfg, self.folder)))
+        made_from = read_object(served / RECORD).get("adapter_sha256")
+        if altered and made_from and made_from != adapter_digest(self.folder):
+            said.append(f"{RECORD} says it was merged from an earlier adapter than the run's present one")
+        return said + altered
 
     def _guess(self, found: Comparison, changes: bool | None, bound: float) -> str:
         """Return the likely cause where the files say nothing."""
@@ -446,6 +511,13 @@ def _guess_kind(path: Path) -> Against:
     if path.suffix == ".gguf":
         return "gguf"
     return "adapter" if (path / ADAPTER_CONFIG).is_file() else "merged"
+
+
+def read_keys(adapter: Path) -> list[str]:
+    """Return the names in an adapter's weights; none where they cannot be read."""
+    with suppress(OSError, SafetensorError), safe_open(adapter / causes.WEIGHTS, framework="pt") as file:
+        return list(file.keys())
+    return []
 
 
 def _finite(value: float | None) -> float | None:

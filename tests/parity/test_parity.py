@@ -164,6 +164,72 @@ def spoil_one_value(folder: Path, run: Finished) -> None:
     change_weights(folder, lambda weights: weights["model.layers.1.mlp.down_proj.weight"][3, 4].add_(1.0))
 
 
+def in_config(**values: Any) -> Callable[[Path, Finished], None]:
+    return lambda folder, run: change_json(folder / "config.json", **values)
+
+
+def in_generation(**values: Any) -> Callable[[Path, Finished], None]:
+    return lambda folder, run: change_json(folder / "generation_config.json", **values)
+
+
+def in_tokenizer(change: Callable[[dict[str, Any]], object]) -> Callable[[Path, Finished], None]:
+    def plant(folder: Path, run: Finished) -> None:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        change(content)
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    return plant
+
+
+def set_second_template(folder: Path, run: Finished) -> None:
+    change_json(folder / "tokenizer_config.json", chat_template="{{ messages }}")
+
+
+def add_named_template(folder: Path, run: Finished) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+
+
+def name_missing_shard(folder: Path, run: Finished) -> None:
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def keep_earlier_merge(folder: Path, run: Finished) -> None:
+    change_weights(folder, lambda weights: weights["model.layers.0.mlp.up_proj.weight"].add_(0.01))
+    change_json(folder / "merge.json", adapter_sha256="0" * 64)
+
+
+MERGED_FILES = {
+    "second rope_theta": (in_config(rope_theta=777.0), "rope_theta is 777.0 and in rope_parameters 10000.0"),
+    "tied": (in_config(tie_word_embeddings=True), "tie_word_embeddings is true, and the stored head is not"),
+    "end in config": (in_config(eos_token_id=5), "config.json ends answers at 5"),
+    "bos": (in_config(bos_token_id=7), "bos_token_id is 7, the run's null"),
+    "class": (in_config(architectures=["MistralForCausalLM"]), 'architectures is ["MistralForCausalLM"]'),
+    "quantised": (in_config(quantization_config={"quant_method": "bitsandbytes"}), "quantization_config.quant_method"),
+    "penalty": (in_generation(repetition_penalty=1.3), "generation_config.json differs: repetition_penalty is 1.3"),
+    "further end": (in_generation(eos_token_id=[2, 5]), "generation_config.json ends answers at 5"),
+    "added token": (in_tokenizer(lambda content: content["added_tokens"].pop()), "does not list the added token"),
+    "one merge": (in_tokenizer(lambda content: content["model"]["merges"].pop()), "merges of tokenizer.json is not"),
+    "second template": (set_second_template, "tokenizer_config.json holds another one"),
+    "named template": (add_named_template, "tool_use is there beside it"),
+    "shard": (name_missing_shard, "names 1 files that are not there, model-00002-of-00002.safetensors"),
+    "earlier merge": (keep_earlier_merge, "was merged from an earlier adapter than the run's present one"),
+}
+
+
+@pytest.mark.parametrize("fault", MERGED_FILES)
+def test_a_fault_that_plain_transformers_does_not_show_is_found_in_the_files(
+    fault: str, run: Finished, copied: Callable[[str], Path]
+):
+    plant, cause = MERGED_FILES[fault]
+    folder = copied("merged")
+    plant(folder, run)
+    code, found = ask(run, "--served", str(folder), "--n", "2", "--max-new-tokens", "4")
+    assert code == 5
+    assert cause in found["cause"]
+
+
 MERGED = {
     set_template: "chat template differs at character",
     set_pre_tokenizer: "tokenizer differs: of ",
@@ -227,6 +293,51 @@ def lose_layer(folder: Path, run: Finished) -> None:
     change_weights(
         folder, lambda weights: [weights.pop(name) for name in list(weights) if "layers.1.mlp" in name], ADAPTER
     )
+
+
+def lose_half(folder: Path, run: Finished) -> None:
+    change_weights(folder, lambda weights: weights.pop(next(name for name in weights if "lora_A" in name)), ADAPTER)
+
+
+def scale_slightly(folder: Path, run: Finished) -> None:
+    change_weights(folder, lambda weights: [v.mul_(1.001) for k, v in weights.items() if "lora_B" in k], ADAPTER)
+
+
+def save_adapter_as_bf16(folder: Path, run: Finished) -> None:
+    change_weights(folder, lambda weights: weights.update({k: v.bfloat16() for k, v in weights.items()}), ADAPTER)
+
+
+def swap_adapter_layers(folder: Path, run: Finished) -> None:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if "layers.0." in name]:
+            other = name.replace("layers.0.", "layers.1.")
+            weights[name], weights[other] = weights[other], weights[name]
+
+    change_weights(folder, change, ADAPTER)
+
+
+def target_few(folder: Path, run: Finished) -> None:
+    change_json(folder / "adapter_config.json", target_modules=["q_proj"])
+
+
+IN_COPY = {
+    lose_half: "lora_A.weight is missing",
+    scale_slightly: "lora_B.weight holds 1.001 times its values",
+    save_adapter_as_bf16: "saved in the wrong precision: bfloat16, the run's float32",
+    swap_adapter_layers: "is the run's base_model.model.model.layers.1.",
+    target_few: "target_modules names 2 of 14 modules",
+}
+
+
+@pytest.mark.parametrize("plant", IN_COPY, ids=lambda plant: plant.__name__)
+def test_a_copy_of_the_adapter_with_a_small_fault_is_refused_with_it(
+    plant: Callable[[Path, Finished], None], run: Finished, copied: Callable[[str], Path]
+):
+    folder = copied("adapter")
+    plant(folder, run)
+    code, found = ask(run, "--served", str(folder), "--n", "2", "--max-new-tokens", "4")
+    assert code == 5
+    assert IN_COPY[plant] in found["cause"]
 
 
 IN_ADAPTER = {
@@ -393,3 +504,17 @@ def test_report_and_card_say_which_engines_the_run_was_held_against(run: Finishe
     page = (run.folder.path / "report.html").read_text()
     assert all(text in page for text in ("Engines", "3 of 3", "Largest difference"))
     assert str(run.folder.path) not in after
+
+
+def test_a_run_of_plain_texts_is_asked_their_beginnings_and_keeps_its_bases_template(inputs: Inputs, tmp_path: Path):
+    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
+    lively_model(base).save_pretrained(base)
+    for name, last in (("train", "river"), ("held-out", "hills")):
+        rows = [
+            {"text": f"the stone {n} walks under green light and asks why seven old boats {last}"} for n in range(40)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = Inputs(base, tmp_path / "train.jsonl", tmp_path / "held-out.jsonl")
+    done = train(tmp_path, files, task_mode="cpt", train__learning_rate=0.05)
+    code, found = ask(done, "--against", "adapter", "--n", "2")
+    assert (code, found["cause"], found["prompts"]) == (0, None, "held-out")
