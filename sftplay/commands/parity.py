@@ -33,8 +33,9 @@ def parity(args: Namespace) -> int:
     from sftplay.parity.parity import Request, check_parity
 
     request = Request(
-        args.engine, args.against, Path(args.served) if args.served else None, args.input, args.n,
-        args.max_new_tokens, args.url, args.name, has_gpu=bool(find_gpus()[0]),
+        args.engine or ("vllm" if args.url else "transformers"), args.against,
+        Path(args.served) if args.served else None, args.input, args.n,
+        args.max_new_tokens, args.url, args.name, finds_engine=not args.engine, has_gpu=bool(find_gpus()[0]),
     )  # fmt: skip
     try:
         _, renderer = load_renderer(cfg, folder)

@@ -101,7 +101,8 @@ FLAGS: dict[str, Flags] = {
     "parity": {
         **RUN,
         "--engine": flag(
-            "what serves the model", choices=["transformers", "vllm", "llama.cpp"], default="transformers"
+            "what serves the model (transformers; with --url, what the server gives)",
+            choices=["transformers", "vllm", "llama.cpp"],
         ),
         "--against": flag("what of the run is served", choices=["merged", "adapter", "gguf"]),
         "--served": flag("another folder or GGUF file than the run's own", PATH),

@@ -55,6 +55,13 @@ class Server:
         with ThreadPoolExecutor(AT_ONCE if gives_ids else 1) as pool:
             return list(pool.map(ask_one, questions))
 
+    def gives_ids(self, question: Question) -> bool:
+        """True where an answer to `question` has token ids, as vLLM's have."""
+        try:
+            return bool(self.ask([question], max_new_tokens=1)[0].answer_ids)
+        except RunError:  # a parameter that it does not know
+            return False
+
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return call(f"{self.url}/{path}", body)
 
@@ -91,7 +98,8 @@ def call(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
             content = json.loads(response.read())
     except urllib.error.HTTPError as error:
         text = error.read(2000).decode("utf-8", "replace")
-        raise RunError(f"answers {error.code}: {text}", where=url, fix="read the server's log") from error
+        fix = f"set {TOKEN} to the server's token" if error.code == 401 else "read the server's log"
+        raise RunError(f"answers {error.code}: {text}", where=url, fix=fix) from error
     except (OSError, ValueError) as error:
         what = f"does not answer ({getattr(error, 'reason', error)})"
         raise MachineError(what, where=url, fix="start it (make serve), or leave URL= out") from error

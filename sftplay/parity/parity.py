@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -58,6 +58,9 @@ class Request:
     name: str = ""
     """Of the model on that server."""
 
+    finds_engine: bool = False
+    """No engine was named: a server that gives no ids is not vLLM."""
+
     has_gpu: bool = False
 
 
@@ -91,6 +94,8 @@ class ParityCheck:
         questions, origin = choose_questions(
             self.cfg, self.folder, self.renderer, file=self.request.file, count=self.request.count, room=room
         )
+        if self.server and self.request.finds_engine and not self.server.gives_ids(questions[0]):
+            self.request = replace(self.request, engine="transformers")
         where = self.server.url if self.server else self.served
         log.say(f"{self.request.engine} with {where}: {len(questions)} {origin} prompts", "parity")
         try:

@@ -28,11 +28,19 @@ def serving(folder: Path, *, before: Path | None = None, gives_ids: bool = True)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.headers["Authorization"] != "Bearer sesame":
+                self.reply({"error": "who is there?"}, 401)
+                return
             self.reply({"data": [{"id": "run", "root": str(folder)}]})
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert self.headers["Authorization"] == "Bearer sesame"
+            if self.headers["Authorization"] != "Bearer sesame":
+                self.reply({"error": "who is there?"}, 401)
+                return
+            if "return_token_ids" in asked and not gives_ids:
+                self.reply({"error": "no such parameter: return_token_ids"}, 400)
+                return
             assert asked["temperature"] == 0
             model, tokenizer = opened[before if before and "cache_salt" not in asked else folder]
             question = Question(0, asked["messages"], "", [])
@@ -45,9 +53,9 @@ def serving(folder: Path, *, before: Path | None = None, gives_ids: bool = True)
                 choice |= {"token_ids": list(answer.answer_ids), "logprobs": logprobs}
             self.reply({"choices": [choice], **({"prompt_token_ids": list(answer.prompt_ids)} if gives_ids else {})})
 
-        def reply(self, content: dict[str, Any]) -> None:
+        def reply(self, content: dict[str, Any], status: int = 200) -> None:
             body = json.dumps(content).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -81,6 +89,21 @@ def test_of_a_server_that_gives_texts_alone_these_are_compared_and_that_is_said(
     assert found["max_logprob_diff"] is None
     assert any("compared by texts alone" in note for note in found["notes"])
     assert found["adapter_changes_answers"] is True
+
+
+@pytest.mark.parametrize(("gives_ids", "engine"), [(True, "vllm"), (False, "transformers")])
+def test_without_an_engine_a_server_is_asked_for_all_that_it_gives(run: Finished, gives_ids: bool, engine: str):  # noqa: F811
+    with serving(run.folder.path / "merged", gives_ids=gives_ids) as url:
+        code, found = ask(run, "--url", url)
+    assert (code, found["engine"], found["same_answer_ids"]) == (0, engine, 6)
+    assert (found["max_logprob_diff"] is not None) == gives_ids
+
+
+def test_a_server_that_wants_a_token_is_answered_with_how_it_is_given(run: Finished, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    monkeypatch.delenv(TOKEN)
+    with serving(run.folder.path / "merged") as url:
+        code, found = ask(run, "--engine", "vllm", "--url", url)
+    assert (code, found["error"]["fix"]) == (5, f"set {TOKEN} to the server's token")
 
 
 def test_texts_of_the_base_are_refused(run: Finished):  # noqa: F811
