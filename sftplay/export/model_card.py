@@ -180,7 +180,8 @@ def _settings(run: PublicRun) -> Iterator[tuple[str, Any]]:
         alpha = lora.alpha if lora.alpha is not None else 2 * lora.r
         kind = "".join(f", {name}" for name, on in (("DoRA", lora.dora), ("rsLoRA", lora.rslora)) if on)
         yield "adapter", f"r {lora.r}, alpha {alpha:g}, dropout {lora.dropout:g}{kind}"
-        targets = "every linear layer but head and experts" if lora.target_modules == "auto" else ", ".join(lora.target_modules)
+        usual = "every linear layer but head and experts"
+        targets = usual if lora.target_modules == "auto" else ", ".join(lora.target_modules)
         yield "layers", targets + "".join(f", {name} in full" for name in lora.modules_to_save)
     if run.has_new_tokens:
         yield "new tokens", "a list: terms of the data, among the added tokens"

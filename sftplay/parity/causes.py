@@ -55,7 +55,7 @@ def explain_template(run: str | None, served: str | Mapping[str, str] | None) ->
     if isinstance(served, Mapping):
         others = sorted(set(served) - {"default"})
         said = explain_template(run, served.get("default"))
-        return said or [f"the chat template differs: {', '.join(others)} is there beside it, which the run has not"]
+        return said or [f"the chat template differs: {', '.join(others)} is there too, which the run has not"]
     if (run or "") == (served or ""):
         return []
     a, b = run or "", served or ""
@@ -293,14 +293,14 @@ def _explain_values(given: Mapping[str, torch.Tensor], trained: Path, *, is_own:
 
 def _describe_value(name: str, value: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> str:
     """Say what a tensor of an adapter holds instead of its own values."""
-    own = stored[name].float()
+    trained = stored[name].float()
     if not bool(value.isfinite().all()):
         return f"{name} holds values that are not finite"
     if other := next((key for key, kept in stored.items() if key != name and torch.equal(kept.float(), value)), ""):
         return f"{name} is the run's {other}"
-    if value.shape == own.shape and bool(own.any()):
-        factor = float((value * own).sum() / own.square().sum())
-        if factor and bool(torch.allclose(value, factor * own, rtol=1e-4)):
+    if value.shape == trained.shape and bool(trained.any()):
+        factor = float((value * trained).sum() / trained.square().sum())
+        if factor and bool(torch.allclose(value, factor * trained, rtol=1e-4)):
             return f"{name} holds {factor:.6g} times its values"
     return f"{name} is not the run's"
 

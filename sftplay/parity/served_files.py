@@ -66,7 +66,7 @@ def _ids(given: Any) -> set[int]:
 
 
 def explain_class(base: Any, folder: Path, *, bos: int | None) -> list[str]:
-    """Say what engines read of config.json beside transformers: the class, the first token, a second rope_theta.
+    """Say what engines read of config.json and transformers does not: the class, the first token, a second rope_theta.
 
     `base` is the config of the trained model, `bos` the first token of the run's tokenizer.
     """

@@ -31,7 +31,6 @@ from sftplay.errors import (
 )
 from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.config_json import refuse_unopened
 from sftplay.plan.find_shape import find_config, find_shape, read_table
 
 if TYPE_CHECKING:
@@ -211,6 +210,8 @@ def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
     check_source(name, where, allow_pickle=cfg.model.allow_pickle)
     with suppress(OSError, ValueError, RecursionError):  # what cannot be read is said by who needs it
         if path := find_config(name, cfg.model.revision):
+            from sftplay.plan.config_json import refuse_unopened
+
             refuse_unopened(json.loads(path.read_text(encoding="utf-8-sig")), where=where)
     if is_local(name) and not name.startswith(BUILTIN):
         return
