@@ -212,7 +212,7 @@ MERGED_FILES = {
     "added token": (in_tokenizer(lambda content: content["added_tokens"].pop()), "does not list the added token"),
     "one merge": (in_tokenizer(lambda content: content["model"]["merges"].pop()), "merges of tokenizer.json is not"),
     "second template": (set_second_template, "tokenizer_config.json holds another one"),
-    "named template": (add_named_template, "tool_use is there beside it"),
+    "named template": (add_named_template, "tool_use is there too"),
     "shard": (name_missing_shard, "names 1 files that are not there, model-00002-of-00002.safetensors"),
     "earlier merge": (keep_earlier_merge, "was merged from an earlier adapter than the run's present one"),
 }
@@ -345,7 +345,7 @@ IN_ADAPTER = {
     set_zeros: "the adapter is all zeros: none of its 14 lora_B",
     set_alpha: "lora_alpha is 16, the run's 8",
     set_scale_rule: "use_rslora is true, the run's false",
-    set_other_values: "it is another adapter than the run's: 29 of 29",
+    set_other_values: "lm_head.weight is not the run's): 29 of 29",
     lose_layer: "keys match 12 of 15 modules",
     set_template: "chat template differs at character",
 }

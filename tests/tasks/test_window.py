@@ -343,8 +343,12 @@ def test_linear_attention_would_learn_another_loss_from_packed_rows_so_a_run_tha
     config = Qwen3_5TextConfig(
         **(HEADS | {"vocab_size": VOCAB}), **DELTA, layer_types=["linear_attention", "full_attention"]
     )
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).double()
-    torch.nn.init.normal_(model.lm_head.weight)  # as large as after training, so that the state shows in the loss
+    for parameter in model.parameters():  # as large as after training, so that the state shows in the loss
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.1)
+    torch.nn.init.normal_(model.lm_head.weight)
     window = Collator(PAD)(make_rows())
 
     def losses(batcher: MicroBatcher) -> float:
@@ -354,7 +358,7 @@ def test_linear_attention_would_learn_another_loss_from_packed_rows_so_a_run_tha
 
     padded = losses(MicroBatcher(8))
     assert losses(MicroBatcher(1)) == pytest.approx(padded, rel=1e-6)  # the rule is computed in fp32
-    assert losses(MicroBatcher(2, packs=True, max_tokens=90)) != pytest.approx(padded, rel=1e-5)
+    assert losses(MicroBatcher(2, packs=True, max_tokens=90)) != pytest.approx(padded, rel=1e-3)
     source = tmp_path / "linear"
     model.float().save_pretrained(source)
     for file in (*inputs.model.glob("tokenizer*"), *inputs.model.glob("chat_template*")):

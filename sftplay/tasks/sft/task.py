@@ -88,7 +88,7 @@ def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
         text.router_aux_loss_coef = coefficient  # TRL has written its own there, and the result is saved with it
     # TRL would leave Liger's loss out for one of its own, which the window passes over. The Trainer reads this later.
     trainer.args.use_liger_kernel = cfg.train.loss_head == "liger"
-    if trainer.micro_batcher is not None and trainer.micro_batcher.packs:
+    if trainer.micro_batcher is not None and cfg.packs_rows:
         # Linear attention, state spaces and convolutions take their state from one packed row into the next.
         fix = "write train.packing: false, or choose a model whose layers all attend"
         prove_isolation(trainer, key="train.packing true", fix=fix)
