@@ -20,6 +20,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export.adapter_names import find_mounted, rename_for_vllm, served_class
 from sftplay.export.merge import RECORD, adapter_digest, find_adapter, find_base, find_base_file, load_unquantised
+from sftplay.export.serve import base_folder
 from sftplay.export.vllm_command import find_lora_rank
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
@@ -276,9 +277,10 @@ class ParityCheck:
         if adapter and self._explain_mounting():
             find_lora_rank(adapter)  # its refusals come first
             raise RunError("vLLM was not started, since it would leave modules of the adapter out")
-        folder = self._served_base if adapter else served
+        base = Path(self._served_base)
+        folder = served if not adapter else base if base.is_dir() else base_folder(self.cfg, self.folder)
         return answer_by_vllm(
-            Path(folder), questions, max_new_tokens=request.max_new_tokens, adapter=adapter, tokenizer=self.tokenizer,
+            folder, questions, max_new_tokens=request.max_new_tokens, adapter=adapter, tokenizer=self.tokenizer,
             log_file=(self.folder.logs / "parity-vllm.log").resolve(), trusts_code=self.trusts_code,
             has_gpu=request.has_gpu,
         ), None  # fmt: skip
