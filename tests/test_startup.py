@@ -76,7 +76,7 @@ def test_a_run_of_sft_imports_no_more_than_before_in_the_parent_and_in_the_worke
     ]
     counts = imported_by(tmp_path, *words)
     parent, worker = counts["parent"], counts["worker"]
-    assert (parent[0] <= 85, parent[1] <= 14_120) == (True, True), parent[:2]
+    assert (parent[0] <= 85, parent[1] <= 14_230) == (True, True), parent[:2]
     assert (worker[0] <= 103, worker[1] <= 17_000) == (True, True), worker[:2]
     assert "torch" not in parent[2]
 
