@@ -27,6 +27,7 @@ from sftplay.plan.config_json import ConfigJson
 from sftplay.plan.shape import Linear, ModelShape, Routed
 
 LONGEST_S = 300
+SILENT = "the process that builds it gave no answer"
 FORMAT = 2  # of what is kept; another one is built anew
 MLP_PARTS = ("mlp", "feed_forward", "ffn", "moe", "expert", "fc", "w1", "w2", "w3")
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # words in `layer_types` of layers that carry a state
@@ -56,9 +57,13 @@ def built_shape(config: Mapping[str, Any], *, name: str) -> ModelShape | None:
             f"counting {name} by transformers' own class, as no table has its family (up to a minute, once)", "plan"
         )
         found = _ask_child(config)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, json.dumps(found))
-    return None if "error" in found else _read(found, name=name)
+        if found.get("error") != SILENT:  # a child that was killed or too slow may answer next time
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_text(kept, json.dumps(found))
+    if "error" in found:
+        log.say(f"note: {name} cannot be counted by transformers' own class: {found['error']}", "plan")
+        return None
+    return _read(found, name=name)
 
 
 def _ask_child(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +74,7 @@ def _ask_child(config: Mapping[str, Any]) -> dict[str, Any]:
         )
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.TimeoutExpired, ValueError, IndexError):
-        return {"error": "the child said nothing"}
+        return {"error": SILENT}
     return found
 
 

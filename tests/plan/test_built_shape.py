@@ -80,3 +80,17 @@ def test_what_transformers_cannot_build_is_read_as_a_llama_and_asked_for_once(
         assert shape is not None
         assert any("read as a Llama" in what for what in shape.unmodelled)
         assert len(asked) == times
+
+
+def test_why_a_model_cannot_be_counted_is_said_and_a_silent_child_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("SFTPLAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(built_shape, "LONGEST_S", 0.01)  # no Python starts so fast
+    assert built_shape.built_shape(LIKE_LLAMA, name="slow/model") is None
+    assert "slow/model cannot be counted by transformers' own class" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.json"))
+    monkeypatch.setattr(built_shape, "LONGEST_S", 300)
+    assert built_shape.built_shape({"model_type": "no_such_model"}, name="odd/model") is None
+    assert "odd/model cannot be counted by transformers' own class: ValueError" in capsys.readouterr().out
+    assert len(list(tmp_path.rglob("*.json"))) == 1
