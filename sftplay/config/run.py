@@ -20,6 +20,8 @@ from sftplay.tasks import TASKS, TaskRow
 if TYPE_CHECKING:
     from sftplay.tasks.grpo.section import GrpoConfig
     from sftplay.tasks.hrm.section import HrmConfig
+    from sftplay.tasks.preference.section import PreferenceConfig
+    from sftplay.tasks.reward_model.section import RewardModelConfig
     from sftplay.tasks.score.section import ScoreConfig
 
     TaskMode = str
@@ -165,10 +167,11 @@ class RunConfig(Section):
 
     task_mode: TaskMode = "sft"
     """The task. sft: supervised fine-tuning on the assistant's turns. cpt (also written dapt): continued pre-training
-    on every token of documents. cpt_mixed: documents and chats in one stream, see datasets. grpo: the model
-    samples completions of prompts and learns from their rewards, see rewards and grpo. score: a solver answers twice,
-    with the hint of a guide between, and both learn, see rewards and score. hrm: a small recurrent model learns puzzles
-    from nothing, see hrm."""
+    on every token of documents. cpt_mixed: documents and chats in one stream, see datasets. grpo: the model samples
+    completions of prompts and learns from their rewards, see rewards and grpo. dpo, ipo, orpo, simpo: the model learns
+    from pairs which of two answers is better, kto from single answers with a verdict, see preference. reward_model: a
+    score for answers is learned from pairs. score: a solver answers twice, with the hint of a guide between, and both
+    learn, see rewards and score. hrm: a small recurrent model learns puzzles from nothing, see hrm."""
 
     run_name: str | None = None
     """Folder below output_dir. None means the name of the config and the time."""
@@ -205,6 +208,8 @@ class RunConfig(Section):
 
     if TYPE_CHECKING:
         grpo: GrpoConfig
+        preference: PreferenceConfig
+        reward_model: RewardModelConfig
         score: ScoreConfig
         hrm: HrmConfig
     else:

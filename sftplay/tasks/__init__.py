@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module, util
 from types import ModuleType
 from typing import Any
@@ -66,6 +67,10 @@ class TaskRow:
 
 DOCUMENTS = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
 
+preference = partial(
+    TaskRow, "preference", section="preference", absent="compares no answers", headlines=(("accuracy", "Pairs right"),)
+)
+
 TASKS = {
     "sft": TaskRow("sft", title="Supervised fine-tuning"),
     "cpt": TaskRow(
@@ -81,6 +86,17 @@ TASKS = {
         turns=1, best_metrics=(), trl_config="GRPOConfig", memory_head="tiled",
         title="Reinforcement learning (GRPO)",
         headlines=(("pass", "Held-out pass@1"), ("reward", "Held-out reward")),
+    ),
+    "dpo": preference(rates={"full": 5e-7, "lora": 5e-6, "qlora": 5e-6}, title="Preferences (DPO)"),
+    "ipo": preference(rates={"full": 5e-7, "lora": 5e-6, "qlora": 5e-6}, title="Preferences (IPO)"),
+    "kto": preference(rates={"full": 5e-7, "lora": 5e-6, "qlora": 5e-6}, title="Wanted and unwanted answers (KTO)"),
+    "orpo": preference(rates={"full": 8e-6, "lora": 8e-5, "qlora": 8e-5}, title="Answers and preferences (ORPO)"),
+    "simpo": preference(
+        rates={"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}, title="Preferences without a reference (SimPO)"
+    ),
+    "reward_model": TaskRow(
+        "reward_model", {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}, "reward_model", "trains no score",
+        headlines=(("accuracy", "Pairs right"),), title="A score for answers (reward model)",
     ),
     "score": TaskRow(
         "score", {"full": 1e-5, "lora": 5e-5, "qlora": 5e-5}, "score", "plays no episodes",
