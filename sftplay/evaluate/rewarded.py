@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from sftplay import log
-from sftplay.config.rewards import RewardConfig
+from sftplay.config.rewards import MODEL, RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Question
 from sftplay.evaluate.code import mean_pass_at_k
@@ -63,8 +63,8 @@ class Rewarded:
 
 
 def content_rewards(rewards: Sequence[RewardConfig]) -> list[str]:
-    """Return the names of the rewards that only a right answer gets in full."""
-    return [reward.name for reward in rewards if not judges_form(reward)]
+    """Return the names of the rewards that only a right answer gets in full. A model's score has no full value."""
+    return [reward.name for reward in rewards if not (judges_form(reward) or reward.use == MODEL)]
 
 
 def reward_answers(
