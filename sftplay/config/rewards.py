@@ -93,6 +93,11 @@ def broken_reward_rules(cfg: RunConfig) -> Iterator[Problem]:
         if reward.use == MODEL and reward.path is None:
             what, fix = "the reward model needs a model to ask", f"write {path}: RUN, a run of task_mode reward_model"
             yield Problem((path, f"rewards.{number}.use"), what, fix=fix)
+        if reward.use == MODEL and cfg.task.turns == 2:
+            what = f"task_mode {cfg.task_mode} counts right answers, and a model's score has no value for right"
+            yield Problem(
+                (f"rewards.{number}.use", "task_mode"), what, fix="use a reward of 0 to 1, or task_mode: grpo"
+            )
         if reward.use != MODEL and reward.path is not None:
             what = f"{reward.path} is given, but {reward.use} asks no model"
             yield Problem((path, f"rewards.{number}.use"), what, fix=f"write use: {MODEL}, or remove path")

@@ -77,6 +77,9 @@ def open_score_model(folder: Path) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    from sftplay import log
+
+    log.quiet_libraries()
     has_gpu = torch.cuda.is_available()
     options: dict[str, Any] = {"dtype": "auto" if has_gpu else torch.float32, "num_labels": 1, "use_safetensors": True}
     try:
@@ -98,9 +101,7 @@ def open_score_model(folder: Path) -> tuple[Any, Any]:
         what = f"the reward model cannot be opened ({type(error).__name__}: {said})"
         raise ConfigError(what, where=str(folder), fix="copy its files again, or train it again") from error
     if has_gpu:
-        from sftplay.log import local_rank
-
-        model.to(f"cuda:{local_rank()}")
+        model.to(f"cuda:{log.local_rank()}")
     return model.eval(), tokenizer
 
 

@@ -119,6 +119,12 @@ def judges_form(reward: RewardConfig) -> bool:
     return (reward.judges or known) == "form"
 
 
+def has_full_value(reward: RewardConfig) -> bool:
+    """Say whether only a right answer gets a reward's full 1. A model's score has no full value."""
+    is_score = reward.use in SHIPPED and SHIPPED[reward.use].is_opened
+    return not is_score and not judges_form(reward)
+
+
 def missing_column(reward: RewardConfig, columns: Collection[str]) -> str:
     """Find a column that a shipped reward reads and that is neither among these nor in its options; empty if none is.
 
