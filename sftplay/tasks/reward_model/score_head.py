@@ -6,14 +6,12 @@ import copy
 from typing import Any
 
 import torch
+from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
 from sftplay.errors import ConfigError
-
-HEADS = ("score", "classifier")
-"""Names of the head in transformers' classes; PEFT trains modules of these names in full (peft 0.21, SEQ_CLS)."""
 
 CARRIED = (
     "hf_quantizer", "hf_device_map", "is_quantized", "is_loaded_in_4bit", "quantization_method", "is_4bit_serializable",
@@ -24,9 +22,26 @@ CARRIED = (
 class ScoreHead(nn.Linear):
     """A head without a bias that computes in fp32 under autocast too: in bf16 two scores near 4 differ by 1/64."""
 
+    places: Tensor | None = None  # int64 [rows, k]: the only tokens to score; None: all
+    _found: Tensor | None = None
+
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return scores [rows, tokens, 1]; where `places` are set, `take` gives theirs, and all are that of the last.
+
+        The class around it picks one score of each row, and a row that holds two answers has two.
+        """
         with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(hidden.float(), self.weight.float())
+            if self.places is None:
+                return nn.functional.linear(hidden.float(), self.weight.float())
+            states = hidden.gather(1, self.places[:, :, None].expand(-1, -1, hidden.shape[-1]))
+            self._found = nn.functional.linear(states.float(), self.weight.float())
+            return self._found[:, -1:].expand(-1, hidden.shape[1], -1)
+
+    def take(self) -> Tensor:
+        """Return the scores at `places`, fp32 [rows, k], once."""
+        assert self._found is not None
+        found, self._found = self._found.squeeze(-1), None
+        return found
 
 
 def to_score_model(model: Any, *, pad_token_id: int, seed: int) -> Any:
@@ -52,7 +67,7 @@ def to_score_model(model: Any, *, pad_token_id: int, seed: int) -> Any:
             scored = classes[type(config)]._from_config(config)
     finally:
         transformers_logging.set_verbosity(level)
-    head = next((head for head in HEADS if isinstance(getattr(scored, head, None), nn.Linear)), None)
+    head = next((head for head in SEQ_CLS_HEAD_NAMES if isinstance(getattr(scored, head, None), nn.Linear)), None)
     if head is None or type(scored.base_model) is not type(base) or getattr(scored, head).bias is not None:
         raise _refusal(f"{type(scored).__name__} is no {name} with one linear layer instead of its output head")
     setattr(scored, scored.base_model_prefix, base)
@@ -82,7 +97,8 @@ def _refusal(what: str) -> ConfigError:
     return ConfigError(what, where="model.name", fix="choose another model: Llama, Qwen, Mistral and Gemma have one")
 
 
-def find_score_head(model: Any) -> Any:
-    """Return the head of a score model, PEFT's wrapper where it trains next to an adapter."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return next(getattr(base, head) for head in HEADS if hasattr(base, head))
+def find_score_head(model: Any) -> ScoreHead:
+    """Return the head of a score model that computes: with an adapter the copy that trains."""
+    head = next(getattr(model, name) for name in SEQ_CLS_HEAD_NAMES if hasattr(model, name))
+    found: ScoreHead = head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
+    return found
