@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_config
-from sftplay.config.resolved import RESOLVED
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.model.source import ADAPTER_CONFIG, BUILTIN, check_pickles, is_downloaded, is_hub_shaped
