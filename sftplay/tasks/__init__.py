@@ -29,6 +29,7 @@ class TaskRow:
     turns: int = 0
     """Answers that the model gives to a prompt in training, scored by rewards; 0 where it learns from labels."""
 
+    gives_score: bool = False  # the result scores answers and writes none
     reads_text: bool = True  # False where there is neither a tokenizer nor a pretrained model
     averages_itself: bool = False  # the task sends whole gradients itself, once a step
     splits_itself: bool = False  # the task splits its models over the processes itself, not accelerate
@@ -97,6 +98,7 @@ TASKS = {
     ),
     "reward_model": TaskRow(
         "reward_model", {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}, "reward_model", "trains no score",
+        gives_score=True, trl_config="RewardConfig", memory_head="score",
         headlines=(("accuracy", "Pairs right"),), title="A score for answers (reward model)",
     ),
     "score": TaskRow(
