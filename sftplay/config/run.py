@@ -251,10 +251,10 @@ class RunConfig(Section):
 
     @property
     def row_tokens(self) -> int:
-        """The most tokens of a row that is trained on; a prompt and its completions are one."""
+        """The most tokens of a row that is trained on; a prompt and its completion are one."""
         if self.task.turns == 1:
             return self.prompt_tokens + self.grpo.max_completion_length
-        return (self.cpt.block_size if self.learns_documents else None) or self.task.sides * self.model.max_seq_len
+        return (self.cpt.block_size if self.learns_documents else None) or self.model.max_seq_len
 
     @property
     def prompt_tokens(self) -> int:

@@ -151,7 +151,7 @@ def note_lengths(cfg: RunConfig, report: Mapping[str, Any]) -> None:
     """Keep the lengths of a data report. A note that cannot be written is left out."""
     trained = report["sources"].get("train", report)
     if trained["examples"]:
-        longest = min(report["longest_tokens"], cfg.row_tokens)
+        longest = min(report["longest_tokens"], cfg.model.max_seq_len)
         _note(cfg, {"longest": longest, "mean": trained["tokens"] / trained["examples"], "count": trained["examples"]})
 
 
@@ -183,8 +183,6 @@ def _find_note(cfg: RunConfig) -> Path | None:
         return None
     rows = data.model_dump(exclude={"train_path", "val_path", "test_path", "processed_dir"})
     parts = {"files": stamps, "model": [model.name, model.revision, model.adapter, model.max_seq_len], "rows": rows}
-    if cfg.task.sides > 1:
-        parts["task"] = cfg.task_mode
     if cfg.learns_documents:
         sources = [source.model_dump(exclude={"name"}) for source in cfg.datasets]
         parts |= {"cpt": cfg.cpt.model_dump(exclude={"train_tokens"}), "sources": sources}

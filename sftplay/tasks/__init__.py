@@ -28,9 +28,6 @@ class TaskRow:
     turns: int = 0
     """Answers that the model gives to a prompt in training, scored by rewards; 0 where it learns from labels."""
 
-    sides: int = 1
-    """Answers in a row of data: each, with the prompt that all share, may have model.max_seq_len tokens."""
-
     reads_text: bool = True  # False where there is neither a tokenizer nor a pretrained model
     averages_itself: bool = False  # the task sends whole gradients itself, once a step
     splits_itself: bool = False  # the task splits its models over the processes itself, not accelerate
@@ -71,9 +68,8 @@ class TaskRow:
 DOCUMENTS = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
 
 preference = partial(
-    TaskRow, "preference", section="preference", absent="compares no answers", sides=2,
-    headlines=(("accuracy", "Pairs right"),),
-)  # fmt: skip
+    TaskRow, "preference", section="preference", absent="compares no answers", headlines=(("accuracy", "Pairs right"),)
+)
 
 TASKS = {
     "sft": TaskRow("sft", title="Supervised fine-tuning"),
@@ -100,7 +96,7 @@ TASKS = {
     ),
     "reward_model": TaskRow(
         "reward_model", {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}, "reward_model", "trains no score",
-        sides=2, headlines=(("accuracy", "Pairs right"),), title="A score for answers (reward model)",
+        headlines=(("accuracy", "Pairs right"),), title="A score for answers (reward model)",
     ),
     "score": TaskRow(
         "score", {"full": 1e-5, "lora": 5e-5, "qlora": 5e-5}, "score", "plays no episodes",

@@ -36,9 +36,7 @@ FALLEN_NATS = 1.0
 """Fall of the mean log-probability of a chosen answer that is warned of: it has become less than half as likely."""
 
 
-def measure(
-    model: Any, pairs: Any, *, cfg: RunConfig, path: Path, reference: Tensor | None = None
-) -> dict[str, Any]:
+def measure(model: Any, pairs: Any, *, cfg: RunConfig, path: Path, reference: Tensor | None = None) -> dict[str, Any]:
     """Measure `model` on the held-out pairs; write `path` (.json), and answers to `eval.limit` prompts (.jsonl).
 
     `reference` are the reference's log-probabilities, fp32 [rows, 2]. None: those in the run folder, which is above
@@ -56,7 +54,8 @@ def measure(
                 reference = _reference_before(model, rows, cfg=cfg, found=found, settings=settings)
         chosen = pick_prompts(rows, cfg.eval.limit)
         generator = Generator(model, tokenizer, pairs.renderer.end_token_ids, cfg.eval.max_new_tokens)
-        prompts = [rows[number]["input_ids"][: rows[number]["prompt_tokens"]] for number in chosen]
+        records = pairs.records("held_out")
+        prompts = [records[number].prompt_ids(pairs.renderer) for number in chosen]
         answers = answer_all(generator, prompts, batch_size=cfg.eval.batch_size)
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in answers]
     figures = describe_rows(cfg, rows, found=found, reference=reference)
@@ -79,9 +78,7 @@ def read_held_out(path: Path, pairs: Any) -> Tensor | None:
     return tables["held_out"]
 
 
-def _reference_before(
-    model: Any, rows: Any, *, cfg: RunConfig, found: RowLogps, settings: Mapping[str, Any]
-) -> Tensor:
+def _reference_before(model: Any, rows: Any, *, cfg: RunConfig, found: RowLogps, settings: Mapping[str, Any]) -> Tensor:
     """Return the reference's log-probabilities before a run has computed them; the model has not been trained yet."""
     kind = ReferenceKind.find(cfg)
     if kind.name == "path":
@@ -233,7 +230,9 @@ def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [" " * width + "".join(f"{titles[side]:>12}" for side in figures)]
     for key in keys:
         values = [side.get(key, math.nan) for side in figures.values()]
-        lines.append(f"{key:{width}}" + "".join(f"{value:{'12' if isinstance(value, int) else '12.4f'}}" for value in values))
+        lines.append(
+            f"{key:{width}}" + "".join(f"{value:{'12' if isinstance(value, int) else '12.4f'}}" for value in values)
+        )
     return "\n".join(lines)
 
 

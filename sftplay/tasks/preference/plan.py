@@ -39,7 +39,6 @@ FEW_ROWS = 16
 class PairMemory:
     """Memory of a step in which both answers to a prompt are computed, and of the reference's pass before it."""
 
-    side_tokens: int  # most tokens of a prompt and one answer
     shares: Literal["yes", "no", "open"]
     """Whether the prompt is computed once for both answers; open until a proof with the model's weights."""
 
@@ -55,7 +54,7 @@ class PairMemory:
     learners: ClassVar[int] = 1
 
     def forecast(self, setting: Setting, size: Size, *, sampled: int, share: DeviceShare) -> Forecast:
-        """Forecast a step of so many pairs, each of `size.seq` tokens with both answers, and the pass before it."""
+        """Forecast a step of so many pairs, and the pass before it; `size.seq` counts a prompt with one answer."""
         found = [
             self._estimate(setting, setup, size=part, share=share)
             for setup, part in self._forms(setting.execution, size)
@@ -65,15 +64,14 @@ class PairMemory:
 
     def _forms(self, setup: MemorySetup, size: Size) -> Iterator[tuple[MemorySetup, Size]]:
         """Yield the forms in which a micro-batch may run: joined rows with a mask, or each answer in a row."""
-        side = min(self.side_tokens, size.seq)
         if self.scores_one:
-            yield setup, replace(size, seq=side)
+            yield setup, size
             return
         if self.shares != "no":
             attention = "efficient" if setup.attention == "flash" else setup.attention
-            yield replace(setup, attention=attention, is_masked=True, repeats_kv=True), size
+            yield replace(setup, attention=attention, is_masked=True, repeats_kv=True), replace(size, seq=2 * size.seq)
         if self.shares != "yes":
-            yield setup, replace(size, rows=2 * size.rows, seq=side)
+            yield setup, replace(size, rows=2 * size.rows)
 
     def _estimate(self, setting: Setting, setup: MemorySetup, *, size: Size, share: DeviceShare) -> Footprint:
         shape = setting.shape
@@ -109,7 +107,8 @@ class PairMemory:
         adapts = not setting.execution.trains_all
         yield f"              adapter_off  {'the pass; it is the same model' if adapts else 'needs an adapter'}"
         other = format_bytes(int(_count_other(self.other or setting.shape, setting.execution)))
-        yield f"              a path       the pass, and {other} of memory{'' if self.other else ' or so'} until it ends"
+        size = other if self.other else f"about {other}"
+        yield f"              a path       the pass, and {size} of memory until it ends"
         yield "              none         nothing"
 
     def pass_seconds(self, setting: Setting) -> float | None:
@@ -150,13 +149,12 @@ class PreferencePlan(TaskSizing, TaskReport):
             other = find_shape(found.name, found.revision, builtin=BUILTIN_CONFIGS)
         lengths = hardware.lengths
         return PairMemory(
-            side_tokens=cfg.model.max_seq_len,
             shares="no" if wanted is False or not has_kernel else "yes" if wanted is True else "open",
             scores_one=cfg.task_mode == "kto",
             has_reference=uses_reference(cfg),
             other=other,
             rows=lengths.count if lengths else None,
-            row_tokens=lengths.mean if lengths else cfg.row_tokens,
+            row_tokens=lengths.mean if lengths else 2 * cfg.row_tokens,
         )
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
@@ -181,16 +179,13 @@ class PreferencePlan(TaskSizing, TaskReport):
             notes.append(f"preference.reference {reference} {why}")
         return tuple(notes)
 
-    def lengths(self, cfg: RunConfig) -> Iterator[tuple[str, int, int]]:
-        yield "model.max_seq_len", cfg.model.max_seq_len, 0
-
     def describe_length(self, cfg: RunConfig) -> str:
         return "every answer at full length"
 
     def describe_tokens(self, cfg: RunConfig, planned: int) -> str:
         limit = cfg.model.max_seq_len
-        kind = "prompts with an answer" if cfg.task_mode == "kto" else "prompts with both answers"
-        return f"{kind}, {planned} tokens at most (model.max_seq_len {limit} for a prompt and one answer)"
+        shorter = f", the longest of these files (model.max_seq_len {limit})" if planned < limit else ""
+        return f"prompts of {planned} tokens with {'an answer' if cfg.task_mode == 'kto' else 'each answer'}{shorter}"
 
     def describe_sampling(self, seen: Forecast, plan: dict[str, Any]) -> Iterator[str]:
         memory = seen.setting.task
@@ -201,6 +196,8 @@ class PreferencePlan(TaskSizing, TaskReport):
     def workload(self, cfg: RunConfig, seen: Forecast, *, lengths: RowLengths | None = None) -> Workload:
         work, memory = estimate_workload(cfg, seen.setting, lengths=lengths), seen.setting.task
         assert isinstance(memory, PairMemory)
+        if lengths is None and work.tokens is not None:  # counted for one answer a row
+            work = replace(work, tokens=2 * work.tokens, seconds=None if work.seconds is None else 2 * work.seconds)
         if not memory.has_reference:
             return work
         seconds, basis = work.seconds, work.time_basis

@@ -50,7 +50,7 @@ FILE = "reference.safetensors"  # in the run folder
 
 @dataclass(frozen=True)
 class RowLogps:
-    """Log-probabilities of rows under one model: `sums` fp32 and `tokens` int64, [rows, 2], in the order of the rows."""
+    """Log-probabilities of rows under one model, in the order of the rows: `sums` fp32, `tokens` int64, [rows, 2]."""
 
     sums: Tensor
     tokens: Tensor
@@ -163,7 +163,10 @@ class ComputeReferences(Observer):
     def __init__(self, cfg: RunConfig, pairs: Any, *, folder: RunFolder) -> None:
         """`pairs` are the rows of a run: `train`, `held_out` and `fingerprint`."""
         self.cfg, self.pairs, self.folder = cfg, pairs, folder
-        self.sides = {side: rows for side in SIDES if (rows := getattr(pairs, side)) is not None and len(rows)}
+        self.sides: dict[Side, Any] = {}
+        for side in SIDES:
+            if (rows := getattr(pairs, side)) is not None and len(rows):
+                self.sides[side] = rows
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not uses_reference(self.cfg):
@@ -194,7 +197,7 @@ class ComputeReferences(Observer):
 
     def _read(self, wanted: Mapping[Path, Mapping[str, str]]) -> dict[str, Tensor] | None:
         """Read the first file that is sound; say why others are not used."""
-        counts = {side: len(rows) for side, rows in self.sides.items()}
+        counts = {str(side): len(rows) for side, rows in self.sides.items()}
         for path, facts in wanted.items():
             if not path.is_file():
                 continue
@@ -210,7 +213,7 @@ class ComputeReferences(Observer):
         number = sum(map(len, self.sides.values()))
         log.say(f"computing the log-probabilities of {number:,} rows under {describe_kind(cfg)}", "reference")
         settings = pass_settings(trainer)
-        tables = dict[str, Tensor]()
+        tables = dict[Side, Tensor]()
         with random_numbers_kept(), trainer.heartbeat.within("evaluation"), eval_mode(trainer.model_wrapped):
             with reference_weights(cfg, trainer, kind=kind) as other, trainer.compute_loss_context_manager():
                 if other is not None:
@@ -221,11 +224,12 @@ class ComputeReferences(Observer):
         free_memory()
         for side, table in tables.items():
             if bad := (~table.isfinite()).any(1).nonzero().flatten().tolist():
-                places = ", ".join(str(self.sides[side][number]["row"]) for number in bad[:5])
+                rows = self.sides[side]
+                places = ", ".join(str(rows[number]["row"]) for number in bad[:5])
                 what = f"{len(bad)} rows have a log-probability that is not finite: {places}"
                 fix = "look at these rows; or write train.precision: fp32 or bf16, where it is fp16"
                 raise RunError(what, where=f"reference, {side}", fix=fix)
-        return tables
+        return {str(side): table for side, table in tables.items()}
 
 
 @contextmanager
