@@ -17,7 +17,7 @@ from sftplay.config.run import RunConfig
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer
 from sftplay.generate.generate import Generator, answer_all
 from sftplay.tasks.preference.kto import kto_losses, reference_point
-from sftplay.tasks.preference.losses import find_beta, pair_losses, rewards
+from sftplay.tasks.preference.losses import compute_rewards, find_beta, pair_losses
 from sftplay.tasks.preference.reference import (
     FILE,
     ReferenceKind,
@@ -99,7 +99,7 @@ def describe_rows(cfg: RunConfig, rows: Any, *, found: RowLogps, reference: Tens
     """
     sums, tokens = found.sums.double(), found.tokens
     compared = None if reference is None else reference.double()
-    rewarded = rewards(cfg, sums, tokens, compared)
+    rewarded = compute_rewards(cfg, sums, tokens, compared)
     desirable = torch.as_tensor(rows["desirable"], dtype=torch.bool) if cfg.task_mode == "kto" else None
     if desirable is not None:
         return _describe_answers(cfg, rows, desirable, rewarded=rewarded, found=found, reference=compared)
@@ -197,7 +197,7 @@ def describe_lines(
     cfg: RunConfig, rows: Any, numbers: Sequence[int], *, tokenizer: Any, found: RowLogps, reference: Tensor | None
 ) -> list[dict[str, Any]]:
     """Describe rows for people: prompt, the answers of the row, and the reward of each."""
-    rewarded = rewards(cfg, found.sums, found.tokens, reference).tolist()
+    rewarded = compute_rewards(cfg, found.sums, found.tokens, reference).tolist()
     lines = []
     for number in numbers:
         row, names = rows[number], ["reference", "rejected"]
