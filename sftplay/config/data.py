@@ -25,9 +25,10 @@ Layout = Literal[
 ]  # fmt: skip
 Column = Literal[
     "messages", "conversations", "instruction", "input", "output", "system", "user", "assistant", "prompt",
-    "completion", "question", "answer", "text", "tools", "history",
+    "completion", "question", "answer", "text", "tools", "history", "chosen", "rejected", "label", "score_chosen",
+    "score_rejected", "margin",
 ]  # fmt: skip
-"""What `data.columns` may map; `data.layouts` reads rows by these names."""
+"""What `data.columns` may map; `data.layouts` reads rows by these names, `tasks.preference.pairs` those of pairs."""
 
 
 class DataConfig(Section):

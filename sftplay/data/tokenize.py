@@ -85,14 +85,19 @@ def n_workers(paths: Sequence[str]) -> int:
 
 
 def process_all(
-    batches: Iterable[Work], renderer: Renderer, *, options: RowOptions, processes: int
+    batches: Iterable[Work],
+    renderer: Renderer,
+    *,
+    options: RowOptions,
+    processes: int,
+    processor: type[RowProcessor] = RowProcessor,
 ) -> Generator[list[RowOutcome]]:
     """Yield the outcomes of each batch, in order; batches are read only a little ahead. Close it to end its processes.
     Raise MachineError where one of the processes was killed.
     """
     if processes == 1:
-        processor = RowProcessor(renderer, options)
-        yield from (processor.process(rows, share) for rows, share in batches)
+        only = processor(renderer, options)
+        yield from (only.process(rows, share) for rows, share in batches)
         return
     fix = "free memory, or prepare the data on a larger machine with `make process`"
     yield from work_through(
@@ -101,13 +106,13 @@ def process_all(
         processes=processes,
         killed=MachineError("a process that tokenises was killed from outside", where="data", fix=fix),
         initializer=_begin,
-        initargs=(renderer.recipe(), options),
+        initargs=(renderer.recipe(), options, processor),
     )
 
 
-def _begin(recipe: Recipe, options: RowOptions) -> None:
+def _begin(recipe: Recipe, options: RowOptions, processor: type[RowProcessor]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread each: the cores are shared out already
-    _processor.append(RowProcessor(Renderer.from_recipe(recipe), options))
+    _processor.append(processor(Renderer.from_recipe(recipe), options))
 
 
 def _process(work: Work) -> list[RowOutcome]:
@@ -215,6 +220,9 @@ class Input:
 class Preparation:
     """Make token rows of the rows of files, and judge and count each of them."""
 
+    processor: type[RowProcessor] = RowProcessor
+    """What makes outcomes of rows; a task with rows of another shape has its own."""
+
     def __init__(
         self,
         data: DataConfig,
@@ -254,7 +262,9 @@ class Preparation:
 
         # Held-out rows go first: a training row must be compared with all of them.
         batches = self._batches(list(reversed(inputs)), n_done)
-        processed = process_all(batches, self._renderer, options=self._options, processes=n_workers(paths))
+        processed = process_all(
+            batches, self._renderer, options=self._options, processes=n_workers(paths), processor=self.processor
+        )
         with closing(processed):  # whatever happens here, its processes end now
             for outcomes in processed:
                 n_read += len(outcomes)

@@ -43,7 +43,7 @@ def pair_losses(cfg: RunConfig, logps: Tensor, tokens: Tensor, reference: Tensor
     return losses
 
 
-def rewards(cfg: RunConfig, logps: Tensor, tokens: Tensor, reference: Tensor | None) -> Tensor:
+def compute_rewards(cfg: RunConfig, logps: Tensor, tokens: Tensor, reference: Tensor | None) -> Tensor:
     """Compute the rewards that a run reports, [pairs, 2]: beta h(y), in orpo and simpo beta log p(y) / |y|."""
     if cfg.task_mode in USES_REFERENCE:
         return find_beta(cfg) * (logps if reference is None else logps - reference)
@@ -54,11 +54,11 @@ def dpo_losses(ratios: Tensor, loss: str, beta: float, label_smoothing: float) -
     """Losses of the margin m = beta (h(w) - h(l)), with the share e of labels that are taken to be swapped.
 
     - sigmoid: -(1 - e) log s(m) - e log s(-m). DPO: Rafailov et al. 2023, arXiv 2305.18290, equation 7; with e it is
-      conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences", equation 3).
+      conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences and relationship to IPO").
     - robust: (-(1 - e) log s(m) + e log s(-m)) / (1 - 2 e), whose mean over swapped labels is the loss of the true
-      ones. Chowdhury et al. 2024, arXiv 2403.00409, equation 12.
-    - hinge: max(0, 1 - m). SLiC-HF: Zhao et al. 2023, arXiv 2305.10425, equation 1, with h for log p as in RSO
-      (Liu et al. 2023, arXiv 2309.06657, equation 10).
+      ones. Chowdhury et al. 2024, arXiv 2403.00409.
+    - hinge: max(0, 1 - m). SLiC-HF: Zhao et al. 2023, arXiv 2305.10425, with h for log p as in RSO (Liu et al. 2023,
+      arXiv 2309.06657).
     """
     margin = beta * (ratios[:, 0] - ratios[:, 1])
     if loss == "hinge":
