@@ -49,7 +49,7 @@ class TaskRow:
         return self.turns > 0
 
     def part(self, name: str) -> ModuleType | None:
-        """Import `section`, `spec`, `plan` or `finished` of the task; None where the task has no such module."""
+        """Import `section`, `spec`, `plan`, `rows` or `finished` of the task; None where it has no such module."""
         module = f"{__name__}.{self.folder}.{name}"
         return import_module(module) if util.find_spec(module) else None
 
