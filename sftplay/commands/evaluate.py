@@ -39,14 +39,14 @@ def evaluate(args: Namespace) -> int:
     """`eval`: the result's figures against the base's, in eval/before.json and after.json, or of each source of
     documents in perplexity.json; `eval-test` and the others put test-, quick- or full- before these names."""
     measure = MEASURES["eval-test" if getattr(args, "split", "val") == "test" else args.verb]
-    cfg, folder = open_run(args, measure.values, takes_puzzles=True)
+    cfg, folder = open_run(args, measure.values, takes_puzzles=True, takes_scores=True)
     if measure.split == "test" and cfg.data.test_path is None:
         fix = "name one: ARGS=data.test_path=FILE"
         if cfg.datasets:
             fix = "give its rows as val_path of one more source with weight: 0, and measure with `make eval`"
         raise ConfigError("there is no test set", where="data.test_path", fix=fix)
     prepare_environment(cfg)
-    if not cfg.task.reads_text:  # an untrained model solves no puzzle, so it is not measured
+    if not cfg.task.reads_text or cfg.task.gives_score:  # untrained, a model solves no puzzle and gives random scores
         path, limit = folder.eval / f"{measure.prefix}after.json", measure.values.get("eval.limit")
         after = cfg.task.finished.measure_finished(cfg, folder, split=measure.split, limit=limit, path=path)
         figures, table = {"after": after}, cfg.task.finished.figures_table(after)

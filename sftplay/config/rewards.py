@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftplay.config.section import Positive, PositiveFloat, Problem, Section
+from sftplay.config.section import Positive, PositiveFloat, Problem, Section, UserPath
 from sftplay.units import parse_bytes
 
 if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
 
 CODE_TESTS = "code_tests"  # the reward whose programs run in the sandbox
+MODEL = "model"  # the reward that a trained model gives
 
 
 class RewardConfig(Section):
@@ -24,9 +25,13 @@ class RewardConfig(Section):
     """Name of the reward in logs, metrics and reports: letters, digits, `_` and `-`. Each reward has its own."""
 
     use: str
-    """What computes it: format, syntax, length, overlong, repetition, exact_match, regex, json_schema, math or
-    code_tests; or your own function, as `module:function` or `path.py:function`. It gets `completions` and the columns
+    """What computes it: format, syntax, length, overlong, repetition, exact_match, regex, json_schema, math, code_tests
+    or model; or your own function, as `module:function` or `path.py:function`. It gets `completions` and the columns
     of their rows by name, and returns a number for each completion, or None where nothing is known."""
+
+    path: UserPath | None = None
+    """model: the reward model, as the folder or the name of a run of task mode reward_model, or as the folder of any
+    model for sequence classification with one label, or of an adapter for it."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """What else the function is given, by name: `{pattern: "yes|no"}`."""
@@ -84,6 +89,18 @@ def broken_reward_rules(cfg: RunConfig) -> Iterator[Problem]:
             what = f"{n_bytes:,} bytes are not enough for Python"
             yield Problem(("sandbox.memory",), what, fix="write 64MiB or more")
     for number, reward in enumerate(cfg.rewards):
+        path = f"rewards.{number}.path"
+        if reward.use == MODEL and reward.path is None:
+            what, fix = "the reward model needs a model to ask", f"write {path}: RUN, a run of task_mode reward_model"
+            yield Problem((path, f"rewards.{number}.use"), what, fix=fix)
+        if reward.use == MODEL and cfg.task.turns == 2:
+            what = f"task_mode {cfg.task_mode} counts right answers, and a model's score has no value for right"
+            yield Problem(
+                (f"rewards.{number}.use", "task_mode"), what, fix="use a reward of 0 to 1, or task_mode: grpo"
+            )
+        if reward.use != MODEL and reward.path is not None:
+            what = f"{reward.path} is given, but {reward.use} asks no model"
+            yield Problem((path, f"rewards.{number}.use"), what, fix=f"write use: {MODEL}, or remove path")
         if reward.use == CODE_TESTS and reward.deadline < box.timeout:
             what = f"ends before a program has had its {box.timeout:g} s: an endless loop would never count as 0"
             keys = (f"rewards.{number}.deadline", "sandbox.timeout")

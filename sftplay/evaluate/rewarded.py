@@ -17,7 +17,7 @@ from sftplay.evaluate.code import mean_pass_at_k
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer, write_measurement
 from sftplay.generate.generate import Generator, answer_all
 from sftplay.reward.reward_set import RewardSet, aligned, combined
-from sftplay.reward.table import judges_form
+from sftplay.reward.table import has_full_value
 
 PASS = "pass"
 """Share of the answers that every reward for content gives its full 1. Rewards for form are left out of it."""
@@ -64,7 +64,7 @@ class Rewarded:
 
 def content_rewards(rewards: Sequence[RewardConfig]) -> list[str]:
     """Return the names of the rewards that only a right answer gets in full."""
-    return [reward.name for reward in rewards if not judges_form(reward)]
+    return [reward.name for reward in rewards if has_full_value(reward)]
 
 
 def reward_answers(

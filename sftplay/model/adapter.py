@@ -15,6 +15,7 @@ from peft import LoraConfig as PeftLora
 from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper, load_peft_weights
+from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from torch import nn
 
 from sftplay.config.run import LoraConfig
@@ -43,7 +44,8 @@ def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) ->
         r=lora.r, lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r, lora_dropout=lora.dropout,
         target_modules=every_linear_of_text(model) if targets == "auto" else list(targets), bias="none",
         modules_to_save=list(lora.modules_to_save) or None, trainable_token_indices=token_rows,
-        use_dora=lora.dora, use_rslora=lora.rslora, task_type="CAUSAL_LM",
+        use_dora=lora.dora, use_rslora=lora.rslora,
+        task_type="CAUSAL_LM" if model.get_output_embeddings() is not None else "SEQ_CLS",  # its head trains in full
     )  # fmt: skip
     with _no_peft_warnings():
         try:
@@ -146,13 +148,19 @@ def trained_weights_kept(model: nn.Module) -> Iterator[None]:
             parameter.data = kept[name].float()
 
 
+def find_head(model: Any) -> Any:
+    """Return the output head of a causal model, or the head of one that gives a score."""
+    scores = (getattr(model, name) for name in SEQ_CLS_HEAD_NAMES if hasattr(model, name))
+    return model.get_output_embeddings() or next(scores)
+
+
 def freeze_outside_text(model: Any) -> int:
     """Freeze weights that no row of text reaches, such as a vision tower; return the number of these weights.
 
     A weight that trains and never gets a gradient ends a run of several processes.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    reached = {id(p) for part in (base.get_decoder(), base.get_output_embeddings()) for p in part.parameters()}
+    reached = {id(p) for part in (base.get_decoder(), find_head(base)) for p in part.parameters()}
     unreached = [p for p in model.parameters() if p.requires_grad and id(p) not in reached]
     for parameter in unreached:
         parameter.requires_grad_(False)
@@ -202,7 +210,7 @@ def target_paths(model: Any, lora: LoraConfig) -> set[str]:
     if isinstance(pattern, list):
         return {name for name in linear if name.rpartition(".")[2] in pattern}
     if pattern == "all-linear":
-        return {name for name, module in linear.items() if module is not model.get_output_embeddings()}
+        return {name for name, module in linear.items() if module is not find_head(model)}
     return {name for name in linear if re.fullmatch(pattern, name)}
 
 

@@ -6,11 +6,12 @@ It loads no weights and imports no heavy library, so that a wrong name is refuse
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_config
-from sftplay.config.resolved import RESOLVED
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.model.source import ADAPTER_CONFIG, BUILTIN, check_pickles, is_downloaded, is_hub_shaped
@@ -45,6 +46,7 @@ def resolve_names(cfg: RunConfig) -> RunConfig:
             raise _error(cfg, MERGE, what="there is no adapter to merge", fix=fix)
         return cfg
     folder = Path(model.adapter)
+    _refuse_score(cfg, ADAPTER, folder=folder)
     check_pickles(folder, describe_origin(cfg, ADAPTER), allow_pickle=model.allow_pickle)
     if not model.merge_adapter:
         if mode == "full":
@@ -73,6 +75,17 @@ def resolve_names(cfg: RunConfig) -> RunConfig:
                 what = f"the adapter {folder} has a {key}, which the config cannot say"
                 raise _error(cfg, ADAPTER, what=what, fix=f"set {MERGE}: true")
     return cfg
+
+
+def _refuse_score(cfg: RunConfig, key: str, *, folder: Path) -> None:
+    """Refuse a reward model: it has no output head, and the head of scores would be lost."""
+    is_adapter, classes = (folder / ADAPTER_CONFIG).is_file(), [""]
+    if not is_adapter:
+        with suppress(OSError, ValueError):
+            classes = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    if (is_adapter and read_adapter(folder).get("task_type") == "SEQ_CLS") or "ForSequenceClass" in str(classes[0]):
+        fix = "name the model that it was trained from; a reward names it: {use: model, path: ...}"
+        raise _error(cfg, key, what=f"{folder} gives scores, and a run starts from a model that writes", fix=fix)
 
 
 def describe_origin(cfg: RunConfig, key: str) -> str:
@@ -121,6 +134,8 @@ def read_adapter(folder: Path) -> dict[str, Any]:
 def _resolve_model(cfg: RunConfig) -> RunConfig:
     name = cfg.model.name
     found = None if name.startswith(BUILTIN) else _find(cfg, NAME, name=name)
+    if found is not None:
+        _refuse_score(cfg, NAME, folder=found)
     if found is None or not (found / RESOLVED).is_file():
         return cfg
     result = _find_result(found, cfg, key=NAME)
@@ -128,6 +143,7 @@ def _resolve_model(cfg: RunConfig) -> RunConfig:
         fix = "leave model.revision out; the run knows its base's"
         raise _error(cfg, NAME, what=f"model.name {name} is a run, which has no revision", fix=fix)
     origin = f"{cfg.origins.get(NAME, 'default')} (the run {found})"
+    _refuse_score(cfg, NAME, folder=result)
     if result.name == "model":
         return cfg.with_values({NAME: str(result.resolve())}, origin)
     if cfg.model.adapter is not None:

@@ -327,6 +327,8 @@ TOKEN_SUMS = 9  # fp32 numbers a token next to the tile: running maxima, sums, a
 def head_in_forward(shape: ModelShape, setup: MemorySetup, *, tokens: int, labelled: int) -> float:
     """Count the bytes alive when the loss has just been computed, for `tokens`, `labelled` of them with a label."""
     norm = tokens * (norm_kept(shape, setup) + norm_out_bytes(shape, setup) * shape.hidden)
+    if setup.head == "score":  # one number a token, of its states in fp32
+        return norm + tokens * shape.hidden * FP32
     if setup.head == "tiled":
         return norm + _tiles(shape, setup, labelled=labelled, copies=FORWARD_COPIES)
     if setup.head == "actions":
@@ -342,6 +344,8 @@ def head_in_forward(shape: ModelShape, setup: MemorySetup, *, tokens: int, label
 def head_in_backward(shape: ModelShape, setup: MemorySetup, *, tokens: int, labelled: int) -> float:
     """Count the bytes alive in the loss's backward, or in that of the head's own weight where it trains."""
     norm, size = tokens * norm_kept(shape, setup), shape.vocab * shape.hidden
+    if setup.head == "score":
+        return norm + 2 * tokens * shape.hidden * FP32
     if setup.head == "tiled":
         # Sums of the gradients are fp32, and then get the dtype of what they are gradients of.
         trains = setup.trains_all or "lm_head" in (setup.adapter.in_full if setup.adapter else ())

@@ -15,7 +15,7 @@ from sftplay.plan.shape import Linear, ModelShape
 OPENED = "model_opened_on"
 """Key of plan.json: `host` where each process opens the model it will split in the host's memory, else `device`."""
 
-Head = Literal["standard", "chunked", "liger", "tiled", "actions"]
+Head = Literal["standard", "chunked", "liger", "tiled", "actions", "score"]
 Attention = Literal["flash", "efficient", "eager"]
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
 

@@ -15,7 +15,7 @@ from sftplay.report.figures import as_number, compare, find_name, format_figure
 from sftplay.report.history import mean
 from sftplay.report.page import MOST_CHARACTERS, Answer, Block, Table, cut
 from sftplay.report.run_files import RunFiles, mapping, mappings
-from sftplay.reward.table import judges_form
+from sftplay.reward.table import has_full_value
 
 FIRST, LAST = 3, 10
 """Steps at the beginning and at the end that are compared: single steps are noisy."""
@@ -91,7 +91,7 @@ def _content_names(run: RunFiles) -> list[str]:
     for entry in mappings(run.value("rewards")):
         with suppress(ValidationError):  # a config that was spoilt by hand
             reward = RewardConfig.model_validate(entry)
-            names += [] if judges_form(reward) else [reward.name]
+            names += [reward.name] if has_full_value(reward) else []
     return names
 
 

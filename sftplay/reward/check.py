@@ -10,7 +10,7 @@ from itertools import chain, islice, repeat
 from typing import Any, Literal
 
 from sftplay import log
-from sftplay.config.rewards import RewardConfig
+from sftplay.config.rewards import MODEL, RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.errors import DataError, RunError
 from sftplay.reward.code_rewards import CodeTests
@@ -206,7 +206,11 @@ def check_before_training(
     for check, reward in zip(checks, cfg.rewards, strict=True):
         if check.verdict == "ok" or reward.weight == 0:
             continue
-        if check.verdict == "constant" and judges_form(reward):
+        if check.verdict == "cannot_tell" and reward.use == MODEL:  # it compares answers to one prompt only
+            log.say(
+                f"warning: the reward model {check.name} cannot tell right answers from junk: {check.why}", "reward"
+            )
+        elif check.verdict == "constant" and judges_form(reward):
             log.say(f"note: the reward {check.name} cannot be tried on these rows: {check.why}", "reward")
         else:
             bad.append(check)

@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # the process of a reward starts faster without
 START_S = 120.0
 """How long a process may import what its reward needs; a busy cluster's disk is slow."""
 
+OPEN_S = 1800.0
+"""How long it may take to read a model."""
+
 LONGEST_REASON = 500
 
 
@@ -44,7 +47,8 @@ class RewardWorker:
         """`use` is a name of `SHIPPED`, or a user's function. A shipped reward has `deadline_s` for each completion, a
         user's function for each batch."""
         self.use, self.options, self.deadline_s = use, dict(options), deadline_s
-        self._takes_batch = is_user_function(use)
+        self._is_opened = use in SHIPPED and SHIPPED[use].is_opened
+        self._takes_batch = is_user_function(use) or self._is_opened
         self._process: Any = None
         self._pipe: Connection | None = None
         self._at_exit: Finalize | None = None
@@ -115,8 +119,9 @@ class RewardWorker:
             return self._pipe
         problem: Exception | None
         try:
-            has_started = self._pipe.poll(START_S)
-            problem = self._pipe.recv() if has_started else TimeoutError(f"did not start within {START_S:g} s")
+            start_s = OPEN_S if self._is_opened else START_S
+            has_started = self._pipe.poll(start_s)
+            problem = self._pipe.recv() if has_started else TimeoutError(f"did not start within {start_s:g} s")
         except (EOFError, OSError):
             what = f"{self.use!r} cannot be loaded: its process ended"
             fix = "import it by hand: something in it ends the process"
@@ -135,9 +140,10 @@ class RewardWorker:
         try:
             pipe = self.wait_ready()
             pipe.send({**columns, "completions": list(completions)})
-            if not pipe.poll(self.deadline_s):
+            deadline_s = self.deadline_s * (n if self._is_opened else 1)
+            if not pipe.poll(deadline_s):
                 self.close()
-                return RewardValues([None] * n, [f"took longer than {self.deadline_s:g} s"])
+                return RewardValues([None] * n, [f"took longer than {deadline_s:g} s"])
             values: RewardValues = pipe.recv()
         except TimeoutError as error:
             return RewardValues([None] * n, [str(error)])
@@ -190,7 +196,9 @@ def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) 
     pid = os.getpid()
     with suppress(EOFError, OSError):  # the parent has left
         try:
-            function = load_function(use) if is_user_function(use) else SHIPPED[use].load()
+            function: Any = load_function(use) if is_user_function(use) else SHIPPED[use].load()
+            if use in SHIPPED and SHIPPED[use].is_opened:
+                function, options = function(**options), {}
         except SftplayError as error:
             pipe.send(error)
             return
@@ -216,7 +224,7 @@ def _answer(function: Callable[..., Any], given: dict[str, Any]) -> RewardValues
         lines = [frame.lineno for frame in foreign if frame.filename == foreign[0].filename]
         place = f" ({Path(foreign[0].filename).name}:{lines[-1]})" if frames[-1] in foreign and lines else ""
         return RewardValues([None] * n, [f"{said}{place}"])
-    return check_values(answer, n)
+    return answer if isinstance(answer, RewardValues) else check_values(answer, n)
 
 
 MOST_UNKNOWN = 0.05
@@ -270,7 +278,7 @@ class RewardSet:
         self._content = frozenset(reward.name for reward in cfg.rewards if not judges_form(reward))
         self._processes: dict[str, RewardWorker] = {}
         self._threads: ThreadPoolExecutor | None = None
-        from sftplay.config.rewards import CODE_TESTS
+        from sftplay.config.rewards import CODE_TESTS, MODEL
 
         try:
             for reward in cfg.rewards:
@@ -287,7 +295,10 @@ class RewardSet:
                         reward.options, sandbox=self.sandbox, limits=read_limits(box), deadline_s=reward.deadline
                     )
                 else:
-                    worker = RewardWorker(reward.use, reward.options, deadline_s=reward.deadline)
+                    options = dict(reward.options)
+                    if reward.use == MODEL:
+                        options |= {"path": reward.path, "data": cfg.data, "output_dir": cfg.output_dir}
+                    worker = RewardWorker(reward.use, options, deadline_s=reward.deadline)
                     self.workers[reward.name] = self._processes[reward.name] = worker
             # Linux ends a process with the thread that started it. The main thread starts them; these stay, too.
             self._threads = ThreadPoolExecutor(max(1, len(self._processes)), thread_name_prefix="reward")
@@ -295,7 +306,8 @@ class RewardSet:
                 worker.start()
             for number, name in enumerate(self.names):
                 if name in self._processes:
-                    with suppress(TimeoutError), _naming(cfg, f"rewards.{number}.use"):  # the first batch asks again
+                    key = f"rewards.{number}.{'path' if cfg.rewards[number].use == MODEL else 'use'}"
+                    with suppress(TimeoutError), _naming(cfg, key):  # the first batch asks again
                         self._processes[name].wait_ready()
         except BaseException:
             self.close()

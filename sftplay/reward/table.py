@@ -88,6 +88,9 @@ class Shipped:
     options: tuple[str, ...] = ()
     """Options that may be given."""
 
+    is_opened: bool = False
+    """True where the function, called with the options once, opens what then scores a batch at a time."""
+
     def load(self) -> RewardFunction:
         """Import the function. The types of its parameters say what options may be."""
         function: RewardFunction = getattr(import_module(f"sftplay.reward.{self.module}"), self.function)
@@ -104,6 +107,7 @@ SHIPPED = {
     "regex": Shipped("text_rewards", "matches", "form", needs=("pattern",), options=("whole",)),
     "json_schema": Shipped("text_rewards", "fits_schema", "form", needs=("schema",)),
     "code_tests": Shipped("code_rewards", "passes_tests", "content", ("tests",), options=("mode", "shown_weight")),
+    "model": Shipped("model_reward", "open_scorer", "content", options=("max_tokens",), is_opened=True),
     "math": Shipped("math_rewards", "solves", "content", ("answer",), options=("fallback",)),
 }
 """Name in a config -> reward."""
@@ -113,6 +117,12 @@ def judges_form(reward: RewardConfig) -> bool:
     """Say whether a reward scores any answer of the right shape."""
     known = SHIPPED[reward.use].judges if reward.use in SHIPPED else "content"
     return (reward.judges or known) == "form"
+
+
+def has_full_value(reward: RewardConfig) -> bool:
+    """Say whether only a right answer gets a reward's full 1. A model's score has no full value."""
+    is_score = reward.use in SHIPPED and SHIPPED[reward.use].is_opened
+    return not is_score and not judges_form(reward)
 
 
 def missing_column(reward: RewardConfig, columns: Collection[str]) -> str:
@@ -131,10 +141,20 @@ def reward_problems(cfg: RunConfig) -> Iterator[ConfigError]:
         where = f"{cfg.origins.get(f'{key}.use', 'default')} {key}"
         if reward.use in SHIPPED:
             yield from _option_problems(reward, key=key, where=f"{where}.options")
+            yield from _path_problems(reward, cfg, where=f"{cfg.origins.get(f'{key}.path', where)} {key}.path")
         elif not is_user_function(reward.use):
             near = nearest_names(reward.use, list(SHIPPED))
             fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(SHIPPED)}, and path.py:function"
             yield ConfigError(f"there is no reward {reward.use!r}", where=f"{where}.use", fix=fix, nearest=near)
+
+
+def _path_problems(reward: RewardConfig, cfg: RunConfig, *, where: str) -> Iterator[ConfigError]:
+    shipped = SHIPPED[reward.use]
+    if shipped.is_opened and reward.path is not None:
+        try:
+            import_module(f"sftplay.reward.{shipped.module}").find_score_model(reward.path, cfg.output_dir)
+        except ConfigError as error:
+            yield ConfigError(error.what, where=where, fix=error.fix)
 
 
 def _option_problems(reward: RewardConfig, *, key: str, where: str) -> Iterator[ConfigError]:

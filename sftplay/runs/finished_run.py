@@ -13,8 +13,8 @@ from typing import Any
 
 from sftplay import log
 from sftplay.atomic import read_object, write_text
+from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_config
-from sftplay.config.resolved import RESOLVED
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
@@ -43,14 +43,20 @@ def name_config(args: Namespace) -> None:
 
 
 def open_run(
-    args: Namespace, values: Mapping[str, Any] | None = None, *, needs_result: bool = True, takes_puzzles: bool = False
+    args: Namespace,
+    values: Mapping[str, Any] | None = None,
+    *,
+    needs_result: bool = True,
+    takes_puzzles: bool = False,
+    takes_scores: bool = False,
 ) -> tuple[RunConfig, RunFolder]:
     """Return the finished run that a command line names, and its config.
 
     The config is the run's own, except for the keys that do not shape the weights: these come from the command line.
     `values` are the verb's own values of some keys; the command line overrides them. `takes_puzzles` says that the verb
-    has a use for a run of task mode hrm, which has neither a tokenizer nor a chat template. Raise ConfigError where
-    there is no such run; it has no result yet and `needs_result`; or it learns puzzles and the verb takes texts.
+    has a use for a run of task mode hrm, which has neither a tokenizer nor a chat template, `takes_scores` that it has
+    one for a reward model. Raise ConfigError where there is no such run; it has no result yet and `needs_result`; or it
+    learns puzzles or scores and the verb takes a model that writes texts.
     """
     given = load_config(args.config, args.overrides)
     folder = find_run(given, args.config, run=args.run)
@@ -61,6 +67,10 @@ def open_run(
         what = f"task_mode hrm learns puzzles, and {args.verb} needs a model of texts"
         fix = f"take {folder.path / 'model'} as it is; `make eval` and `make infer IN=puzzle.txt` use it"
         raise ConfigError(what, where=str(folder.path), fix=fix)
+    if cfg.task.gives_score and not takes_scores:
+        what = f"a run of task_mode {cfg.task_mode} scores answers, and {args.verb} needs a model that writes them"
+        fix = f"use it as a reward, {{use: model, path: {folder.path}}}; or open {folder.result} with transformers'"
+        raise ConfigError(what, where=str(folder.path), fix=f"{fix} AutoModelForSequenceClassification")
     unset = {key: value for key, value in (values or {}).items() if given.origins.get(key) != "command line"}
     given = given.with_values(unset, args.verb)
     wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}

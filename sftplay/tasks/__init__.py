@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module, util
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,7 @@ class TaskRow:
     turns: int = 0
     """Answers that the model gives to a prompt in training, scored by rewards; 0 where it learns from labels."""
 
+    gives_score: bool = False  # the result scores answers and writes none
     reads_text: bool = True  # False where there is neither a tokenizer nor a pretrained model
     averages_itself: bool = False  # the task sends whole gradients itself, once a step
     splits_itself: bool = False  # the task splits its models over the processes itself, not accelerate
@@ -50,8 +52,8 @@ class TaskRow:
 
     def part(self, name: str) -> ModuleType | None:
         """Import `section`, `spec`, `plan`, `rows` or `finished` of the task; None where it has no such module."""
-        module = f"{__name__}.{self.folder}.{name}"
-        return import_module(module) if util.find_spec(module) else None
+        is_there = any(Path(tasks, self.folder, f"{name}.py").is_file() for tasks in __path__)
+        return import_module(f"{__name__}.{self.folder}.{name}") if is_there else None
 
     @property
     def finished(self) -> Any:
@@ -96,6 +98,7 @@ TASKS = {
     ),
     "reward_model": TaskRow(
         "reward_model", {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}, "reward_model", "trains no score",
+        gives_score=True, trl_config="RewardConfig", memory_head="score",
         headlines=(("accuracy", "Pairs right"),), title="A score for answers (reward model)",
     ),
     "score": TaskRow(

@@ -135,7 +135,7 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
     # Of a head that has rows of new tokens, PEFT's wrapper gives the weight with these rows, and no bias.
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, DTensor):  # gathered once, not in every chunk
-        weight, bias = _gather(weight), _gather(bias) if bias is not None else None
+        weight, bias = gather_sharded(weight), gather_sharded(bias) if bias is not None else None
     targets = labels[:, 1:].reshape(-1)
     is_label = targets != IGNORE_INDEX
     # Labels first, in their order. The rest of the last chunk counts nothing.
@@ -160,7 +160,7 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
     return total
 
 
-def _gather(part: DTensor) -> Tensor:
+def gather_sharded(part: DTensor) -> Tensor:
     """Return the whole weight. Its gradient is the mean over ranks, as FSDP's own: each rank has other rows."""
     mesh = part.device_mesh
     whole = part.full_tensor(grad_placements=[Partial()] * mesh.ndim)

@@ -100,8 +100,8 @@ def save_result(
                 rounded = {id(tensor): tensor.to(dtype) for tensor in state.values()}
                 state = {key: rounded[id(tensor)] for key, tensor in state.items()}  # tied weights stay one tensor
             part.config.use_cache = True
-            # The base's own end token is not always the one its chats end with.
-            set_end_tokens(part.generation_config, tokenizer)
+            if part.can_generate():  # the base's own end token is not always the one its chats end with
+                set_end_tokens(part.generation_config, tokenizer)
             part.save_pretrained(scratch / name, state_dict=state)
             tokenizer.save_pretrained(scratch / name)
         if not is_full:
@@ -141,6 +141,8 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     model = load_start(
         cfg, source=extended_base, is_on_host=folder.read_json("plan.json").get("model_opened_on") == "host"
     )
+    if hasattr(task, "reshape_model"):
+        model = task.reshape_model(model, tokenizer, cfg=cfg)
     before = folder.eval / "before.json"
     if cfg.eval.before and not before.exists():
         if log.is_main():
@@ -175,7 +177,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
             model = trainer.model
             if has_sharded_weights(trainer):  # a rank that holds a shard cannot answer by itself
                 unset_hf_deepspeed_config()  # otherwise transformers would shard what it loads, and wait for the others
-                model = load_result(setup.cfg, folder.path)
+                model = getattr(task, "load_result", load_result)(setup.cfg, folder.path)
             task.measure(model, rows, cfg=setup.cfg, path=folder.eval / "after.json")
     return result
 

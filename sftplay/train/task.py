@@ -80,3 +80,6 @@ class Task(Protocol):
 
         A callback that the task adds is attached if it is an `Observer`.
         """
+
+    # A task may also have `reshape_model(model, tokenizer, *, cfg)`, which returns another model on the weights of the
+    # loaded one, and then `load_result(cfg, path)`, which opens the result in a run's folder.

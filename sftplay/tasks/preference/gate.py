@@ -251,7 +251,8 @@ def gate_table(figures: Mapping[str, Any]) -> list[str]:
         judged = f"{figures['desirable']:,} wanted and {figures['undesirable']:,} unwanted answers"
     lines = [
         f"gate           {judged}; {figures['equal']:,} with equal sides, {figures['swapped']:,} also the other way,"
-        f" {figures['white_space_only']:,} that differ only in white space, {figures['contaminated']:,} held out as well"
+        f" {figures['white_space_only']:,} that differ only in white space,"
+        f" {figures['contaminated']:,} held out as well"
     ]
     if length is not None:
         share = "" if longer is None else f"; the chosen side is longer in {longer:.0%}"

@@ -1,0 +1,36 @@
+"""Rules about the reward model: what cannot go together with a head of one score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sftplay.config.run import RunConfig
+from sftplay.config.section import Problem, TaskSpec
+
+
+class RewardModelSpec(TaskSpec):
+    """A new head of one score replaces the output head."""
+
+    def broken_rules(self, cfg: RunConfig) -> Iterator[Problem]:
+        train, tuning, model = cfg.train, cfg.tuning, cfg.model
+        adds_rows = tuning.new_tokens.path is not None and tuning.mode != "full"
+        table = (
+            ("model.merge_adapter", model.adapter is not None and not model.merge_adapter,
+             "false continues an adapter, but one that writes cannot become one that scores", "true"),
+            ("train.packing", train.packing is True, "true packs rows, but a score needs a row's own end", "false"),
+            ("train.loss_head", train.loss_head in ("chunked", "liger"),
+             f"{train.loss_head} computes a loss over the vocabulary, and a score has none", "auto"),
+            ("train.batching", train.batching == "tokens", "a micro-batch has a fixed number of pairs", "examples"),
+            ("tuning.backend", tuning.backend == "unsloth", "unsloth is not offered", "bnb"),
+            ("tuning.new_tokens.path", adds_rows, "an adapter cannot train rows of new tokens without a head", "null"),
+        )  # fmt: skip
+        for key, is_asked, why, remedy in table:
+            if is_asked:
+                yield Problem((key, "task_mode"), f"{why}, in task_mode {cfg.task_mode}", fix=f"write {key}: {remedy}")
+
+    def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+        for name in ("metrics", "max_new_tokens"):
+            yield f"eval.{name}", "task_mode", f"task_mode {cfg.task_mode} writes no answers to measure"
+
+
+SPEC = RewardModelSpec()
