@@ -37,7 +37,8 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.gpu_sizing import TINY_CONFIG
 from sftplay.atomic import write_text
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
+from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.launch.command import one_gpu_environment
 from sftplay.launch.run_folder import RunFolder

@@ -12,7 +12,8 @@ from in_process import Inputs, written_config
 from processes import HANG_S
 
 from sftplay.atomic import write_text
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
+from sftplay.config.resolved import dump_resolved
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing import size_run

@@ -9,7 +9,8 @@ import numpy as np
 from small_run import write_values
 
 from sftplay.atomic import write_text
-from sftplay.config.load import dump_resolved, load_config, load_resolved
+from sftplay.config.load import load_config, load_resolved
+from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe

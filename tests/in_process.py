@@ -16,7 +16,8 @@ from small_run import Inputs, write_small_run
 from untimed_metrics import untimed
 
 from sftplay.atomic import write_text
-from sftplay.config.load import dump_resolved, load_config, load_resolved
+from sftplay.config.load import load_config, load_resolved
+from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe

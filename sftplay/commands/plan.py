@@ -12,12 +12,11 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.gpu import Gpu, Machine, ram_free_bytes, ram_limit_bytes
-from sftplay.model.start_point import resolve_names
 from sftplay.plan.devices import Card, find_card, parse_fleet
 from sftplay.plan.forecast import Forecast, Hardware, find_device
 from sftplay.plan.report import describe_memory, describe_model, describe_workload, find_report
 from sftplay.plan.sizing import size_run
-from sftplay.runs.inputs import known_lengths, load_checked, require_shape
+from sftplay.runs.inputs import known_lengths, load_checked, require_shape, resolve_names
 from sftplay.units import parse_bytes
 
 DOES_NOT_FIT = 3

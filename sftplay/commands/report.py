@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sftplay import log
+from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_config
-from sftplay.config.resolved import RESOLVED
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.runs.tensorboard import PID_FILE, end_board, running, start_board

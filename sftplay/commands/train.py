@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sftplay.atomic import write_text
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
+from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, SftplayError
 from sftplay.launch.run_folder import RunFolder, has_begun, new_folder

@@ -22,6 +22,12 @@ MAX_VALUES = 20_000
 
 MAX_BYTES = 1_000_000  # most bytes of a config file. PyYAML reads about 100,000 a second, comments too.
 
+RESOLVED = "config.resolved.yaml"  # name of the file in a run's folder
+
+# First lines of the files that `resolved` writes, those in the folders of older runs too.
+ALL_VALUES = "# Every key of the run; a comment names where a value comes from, all others are defaults."
+SET_VALUES = "# The values of the run that were set; a comment names where each comes from."
+
 _PLAIN = "plain"
 _TAG = "tag:yaml.org,2002:"
 _OTHER_INT = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
@@ -136,6 +142,12 @@ def check_small_file(path: Path, name: str) -> None:
     if found.st_size > MAX_BYTES:
         what = f"has {found.st_size:,} bytes; a config has at most {MAX_BYTES:,}"
         raise ConfigError(what, where=name, fix="name the file that holds the settings")
+
+
+def is_written_by_kit(path: Path) -> bool:
+    """Return whether `resolved` wrote the file into a run's folder: its first line says so."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline().rstrip("\n") in (ALL_VALUES, SET_VALUES)
 
 
 def _syntax_error(error: yaml.MarkedYAMLError, name: str) -> ConfigError:

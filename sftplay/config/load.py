@@ -26,6 +26,7 @@ from sftplay.config.layers import (
     Layer,
     LocatedProblem,
     SourceLocation,
+    is_written_by_kit,
     merge,
     nested,
     read_layers,
@@ -34,13 +35,10 @@ from sftplay.config.layers import (
     resolve_task_mode,
     walk,
 )
-from sftplay.config.resolved import dump_resolved, is_written_by_kit, read_origins, with_new_names
 from sftplay.config.rules import broken_rules
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Section
 from sftplay.errors import ConfigError, ConfigErrors
-
-__all__ = ["dump_resolved", "examine_config", "load_config", "load_resolved"]
 
 TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
@@ -75,6 +73,8 @@ def examine_config(
     override_layer, problems = read_overrides(overrides)
     *included, written = read_layers(path)
     if is_written_by_kit(Path(path)):
+        from sftplay.config.resolved import with_new_names
+
         written = with_new_names(written)
     layers, contradictions = resolve_precision([*included, written, override_layer, *above])
     problems += contradictions
@@ -113,6 +113,8 @@ def examine_config(
 def load_resolved(path: Path) -> RunConfig:
     """Load the config in a file that `dump_resolved` wrote, with the origins that its comments name; raises as
     `load_config`."""
+    from sftplay.config.resolved import read_origins
+
     cfg = load_config(path)
     return cfg.with_origins(read_origins(cfg, path.read_text(encoding="utf-8")))
 

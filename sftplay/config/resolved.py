@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from sftplay.config import layers
 from sftplay.config.keys import REMOVED_KEYS, RENAMED_KEYS, find_entry_section, find_section
-from sftplay.config.layers import Layer
+from sftplay.config.layers import ALL_VALUES, SET_VALUES, Layer
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Section
 
-RESOLVED = "config.resolved.yaml"  # name of the file in a run's folder
-
-# Files in the folders of older runs are recognised by these lines.
-_HEAD = "# Every key of the run; a comment names where a value comes from, all others are defaults."
-_GIVEN = "# The values of the run that were set; a comment names where each comes from."
 _MARK = "  # "
 _BARE = re.compile(r"[A-Za-z_/.][A-Za-z0-9_./@+-]*[A-Za-z0-9_/]|[A-Za-z]")
 
@@ -27,7 +21,7 @@ def dump_resolved(cfg: RunConfig) -> str:
 
     A comment names the origin of a value that was set: `epochs: 1  # configs/run.yaml:7`.
     """
-    lines = [_HEAD, *(line + _comment(cfg.origins.get(key)) for key, line in _lines(cfg, ""))]
+    lines = [ALL_VALUES, *(line + _comment(cfg.origins.get(key)) for key, line in _lines(cfg, ""))]
     return "\n".join(lines) + "\n"
 
 
@@ -44,13 +38,7 @@ def dump_given(cfg: RunConfig) -> str:
         # A section without anything that was set is left out.
         if (key and is_set) or (not key and kept and indent(kept[-1]) > indent(line)):
             kept.append(line + _comment(cfg.origins.get(key)))
-    return "\n".join([_GIVEN, *reversed(kept)]) + "\n"
-
-
-def is_written_by_kit(path: Path) -> bool:
-    """Return whether `dump_resolved` or `dump_given` wrote the file into a run's folder: its first line says so."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline().rstrip("\n") in (_HEAD, _GIVEN)
+    return "\n".join([SET_VALUES, *reversed(kept)]) + "\n"
 
 
 def with_new_names(layer: Layer) -> Layer:

@@ -12,7 +12,6 @@ from sftplay.config.cluster import SPLIT_WEIGHTS, broken_cluster_rules
 from sftplay.config.data import broken_cpt_rules, broken_data_rules, has_held_out, idle_cpt_keys, idle_data_keys
 from sftplay.config.keys import keys_in, list_keys, path_keys
 from sftplay.config.layers import NO_PRETRAINED, is_overlong, walk
-from sftplay.config.resolved import flow
 from sftplay.config.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Problem, find_spec
@@ -204,6 +203,7 @@ def _extra(cfg: RunConfig) -> Iterator[Problem]:
 
 def _extra_field(key: str, value: object, *, kind: str) -> Iterator[Problem]:
     from sftplay.config.other_kits import config_fields, kit_answer, unfit
+    from sftplay.config.resolved import flow
 
     name, samples = key.rpartition(".")[2], kind == "GRPOConfig"
     fields = config_fields(kind)

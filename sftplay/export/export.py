@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from sftplay import __version__, log
 from sftplay.atomic import read_object
-from sftplay.config.load import dump_resolved
+from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.export.adapter_names import export_adapter

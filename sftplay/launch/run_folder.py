@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sftplay import log
 from sftplay.atomic import examine_object, locked, locked_if_possible, read_lines, read_object, write_text
-from sftplay.config.resolved import RESOLVED
+from sftplay.config.layers import RESOLVED
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Positive
 from sftplay.errors import ConfigError, MachineError

@@ -16,7 +16,8 @@ from typing import Any
 
 from sftplay import log
 from sftplay.atomic import read_object, write_text
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
+from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, RunError, SftplayError, error_from_json
 from sftplay.launch.command import Launch, Scale, build_launch

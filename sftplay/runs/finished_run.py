@@ -13,8 +13,8 @@ from typing import Any
 
 from sftplay import log
 from sftplay.atomic import read_object, write_text
+from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_config
-from sftplay.config.resolved import RESOLVED
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.launch.command import cache_environment, offline_environment, quiet_environment

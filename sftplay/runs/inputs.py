@@ -30,7 +30,6 @@ from sftplay.errors import (
     nearest_names,
 )
 from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
-from sftplay.model.start_point import resolve_names
 from sftplay.plan.find_shape import find_config, find_shape, read_table
 
 if TYPE_CHECKING:
@@ -85,6 +84,17 @@ def checkpoint_bytes(cfg: RunConfig) -> int | None:
 
 
 TERMS = "tuning.new_tokens.path"
+
+
+def resolve_names(cfg: RunConfig) -> RunConfig:
+    """Return what `start_point.resolve_names` does, which is imported where an adapter, a run or a folder is named."""
+    model = cfg.model
+    folders = (Path(model.name), Path(cfg.output_dir, model.name))
+    if model.adapter is None and not model.merge_adapter and not any(folder.is_dir() for folder in folders):
+        return cfg
+    from sftplay.model import start_point
+
+    return start_point.resolve_names(cfg)
 
 
 def needs_no_hub(cfg: RunConfig) -> bool:
@@ -267,6 +277,9 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         try:
             if isinstance(row, Refused):
                 refused.append(f"{source} {row.reason}")
+            elif part := cfg.task.part("rows"):
+                part.read_record(row, source, cfg=cfg)
+                return
             elif cfg.task.learns_from_rewards:
                 from sftplay.data.prompts import to_prompt
 

@@ -20,7 +20,7 @@ from sftplay import __version__, log
 from sftplay.atomic import write_text
 from sftplay.config.cluster import SHARDED
 from sftplay.config.keys import values_that_decide_weights
-from sftplay.config.load import dump_resolved
+from sftplay.config.resolved import dump_resolved
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.command import cache_environment, gpu_environment, offline_environment, quiet_environment

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.keys import DRAWN, SIZES, differences, values_that_decide_weights
-from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.resolved import RESOLVED
+from sftplay.config.layers import RESOLVED
+from sftplay.config.load import load_config
+from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.checkpoints import list_checkpoints, read_marker

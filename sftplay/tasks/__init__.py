@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module, util
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -50,9 +51,9 @@ class TaskRow:
         return self.turns > 0
 
     def part(self, name: str) -> ModuleType | None:
-        """Import `section`, `spec`, `plan` or `finished` of the task; None where the task has no such module."""
-        module = f"{__name__}.{self.folder}.{name}"
-        return import_module(module) if util.find_spec(module) else None
+        """Import `section`, `spec`, `plan`, `rows` or `finished` of the task; None where it has no such module."""
+        is_there = any(Path(tasks, self.folder, f"{name}.py").is_file() for tasks in __path__)
+        return import_module(f"{__name__}.{self.folder}.{name}") if is_there else None
 
     @property
     def finished(self) -> Any:

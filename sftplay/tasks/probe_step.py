@@ -16,8 +16,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_resolved
-from sftplay.config.resolved import RESOLVED
 from sftplay.config.run import RunConfig
 from sftplay.errors import ran_out_of_memory
 from sftplay.launch.run_folder import RunFolder

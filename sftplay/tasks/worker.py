@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, cast
 
 from sftplay import log
 from sftplay.atomic import locked_if_possible
+from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_resolved
-from sftplay.config.resolved import RESOLVED
 from sftplay.errors import SftplayError, machine_refusal
 from sftplay.launch.processes import LOST, Death, answer_with_stacks, find_parent, read_state
 from sftplay.launch.run_folder import PARENT, RunFolder

@@ -12,7 +12,8 @@ from sftplay.atomic import write_text
 from sftplay.cli import main
 from sftplay.commands import train as train_command
 from sftplay.config.data import DataConfig
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
+from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import ModelConfig, RunConfig
 from sftplay.errors import DataError, MachineError
 from sftplay.launch.run_folder import RunFolder

@@ -2,7 +2,8 @@
 
 import pytest
 
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
+from sftplay.config.resolved import dump_resolved
 from sftplay.config.rules import check_rules, notes
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Gpu, Machine

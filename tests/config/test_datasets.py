@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sftplay.config.keys import flatten
-from sftplay.config.load import dump_resolved, load_config, load_resolved
+from sftplay.config.load import load_config, load_resolved
+from sftplay.config.resolved import dump_resolved
 from sftplay.errors import ConfigError, ConfigErrors
 
 MIXTURE = """\

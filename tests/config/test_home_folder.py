@@ -6,7 +6,8 @@ import pytest
 
 from sftplay.cli import VERBS, find_flags, parse
 from sftplay.config.keys import path_keys
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
+from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.flags import PATH
 

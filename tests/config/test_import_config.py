@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 
 from sftplay.cli import main
 from sftplay.config.keys import all_keys, list_keys
+from sftplay.config.kits.conversions import HAND_ON_STATES
 from sftplay.config.kits.convert import CONVERSIONS, Imported, import_config
 from sftplay.config.kits.table import Kit, read_kits
 from sftplay.config.load import load_config
 from sftplay.data.records import Chat, Message, Source
 from sftplay.data.render.templates import ChatTemplate
 from sftplay.errors import ConfigError
+from sftplay.plan.find_shape import find_shape, read_table
 from sftplay.runs.inputs import known_shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +117,7 @@ def test_nearly_all_real_configs_of_text_that_can_train_here_plan_unedited(tmp_p
         if known_shape(load_config(out)) is None:
             causes["shape not known here"] += 1
             continue
+        capsys.readouterr()  # what was said where transformers' own class had to count it
         code = main(["plan", "--config", str(out), "--gpus", "8xH100", "--json"])
         plan = json.loads(capsys.readouterr().out)
         planned += "verdict" in plan
@@ -142,6 +145,26 @@ def test_a_qlora_config_of_axolotl_becomes_the_same_run(tmp_path):
     assert fields["attn_implementation"]["verdict"] == "auto"
     # axolotl counts blocks of sequence_len tokens, this kit rows.
     assert re.search(r"^# - sample_packing: true - .*multiply train.effective_batch_size", made.text, re.M)
+
+
+def test_rows_of_a_model_whose_layers_carry_a_state_are_not_packed_and_the_head_says_why(tmp_path, capsys):
+    """The plan refuses `train.packing: true` for Qwen3.5, whose linear attention hands a row's state to the next."""
+    changes = {"base_model": "Qwen/Qwen3.5-27B", "sample_packing": True}
+    ours, fields, made = imported(tmp_path, "axolotl-qlora", **changes)
+    assert ours["train"]["packing"] == "auto"
+    assert (fields["sample_packing"]["verdict"], fields["sample_packing"]["became"]) == ("auto", "train.packing")
+    assert re.search(r"^# - sample_packing: true - .*carry a state along the row", made.text, re.M)
+    out = tmp_path / "run.yaml"
+    out.write_text(made.text)
+    assert main(["plan", "--config", str(out), "--gpus", "8xH100", "--json"]) == 0
+    assert "verdict" in json.loads(capsys.readouterr().out)
+
+
+def test_the_names_of_models_whose_rows_are_not_packed_are_those_of_the_table_of_shapes():
+    shapes = {name: find_shape(name) for name in read_table()}
+    known = {name for name, shape in shapes.items() if shape is not None and shape.state_leaks}
+    assert known
+    assert known == {name for name in shapes if any(part in name.lower() for part in HAND_ON_STATES)}
 
 
 def test_defaults_of_axolotl_that_are_not_ours_are_written_out(tmp_path):

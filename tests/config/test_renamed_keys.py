@@ -9,8 +9,8 @@ import pytest
 
 from sftplay.cli import main
 from sftplay.config.keys import REMOVED_KEYS, RENAMED_KEYS, all_keys, all_sections
-from sftplay.config.load import dump_resolved, load_config, load_resolved
-from sftplay.config.resolved import dump_given
+from sftplay.config.load import load_config, load_resolved
+from sftplay.config.resolved import dump_given, dump_resolved
 from sftplay.errors import ConfigErrors
 
 VALUES = {

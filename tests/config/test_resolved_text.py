@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sftplay.config import layers
 from sftplay.config.data import DataConfig, EvalConfig
 from sftplay.config.keys import all_keys
-from sftplay.config.load import dump_resolved, load_config, load_resolved
-from sftplay.config.resolved import flow
+from sftplay.config.load import load_config, load_resolved
+from sftplay.config.resolved import dump_resolved, flow
 from sftplay.config.run import LoggingConfig, LoraConfig, ModelConfig, RunConfig, TuningConfig
 from sftplay.config.train import TrainConfig
 

@@ -23,7 +23,8 @@ from small_run import Inputs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from sftplay.atomic import write_text
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
+from sftplay.config.resolved import dump_resolved
 from sftplay.launch.checkpoints import mark_complete
 from sftplay.launch.command import Launch
 from sftplay.launch.follow import final_exit_code

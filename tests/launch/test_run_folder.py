@@ -16,8 +16,8 @@ from processes import HANG_S
 
 from sftplay import atomic
 from sftplay.atomic import is_locked, write_text
+from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_config
-from sftplay.config.resolved import RESOLVED
 from sftplay.errors import ConfigError
 from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch import run_folder as folders

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
+from sftplay.config.resolved import dump_resolved
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.chart import draw
 from sftplay.report.figures import compare

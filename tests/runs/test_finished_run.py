@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import load_config
+from sftplay.config.resolved import dump_resolved
 from sftplay.runs.finished_run import open_run
 
 

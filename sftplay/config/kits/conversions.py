@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,10 @@ from sftplay.config.keys import all_keys, general_key
 from sftplay.config.kits.rows import READERS, convert_rows, convert_template, find_shipped
 from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, find_file, is_off, write, write_precision
 from sftplay.config.resolved import flow
+
+HAND_ON_STATES = ("qwen3.5", "qwen3-next", "lfm2", "mamba", "falcon-h1", "granite-4.0-h", "nemotron-h", "jamba")
+"""Parts of the names of models whose layers carry a state from one packed row into the next. The plan refuses to pack
+their rows."""
 
 
 def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -225,7 +229,17 @@ def convert_packing(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         sets = READERS[rule["with"]["reader"]](rule["with"]["sets"], foreign)
         if sets and (len(sets) > 1 or sets[0].kind == "cpt"):
             return Answer("auto", "task_mode", "the rows are full blocks of model.max_seq_len tokens")
+    if packs and _hands_on_states(foreign):
+        why = f"{rule['why']}; layers of this model carry a state along the row, so that its rows are not packed here"
+        return write(rule["to"], "auto", why, differs=True, verdict="auto")
     return write(rule["to"], packs, rule["why"] if packs else "", differs=packs)
+
+
+def _hands_on_states(foreign: Foreign) -> bool:
+    """Whether rows of the model may not be packed, by its name: only a later floor reads shapes."""
+    rules = {key: rule.get("to") if isinstance(rule, Mapping) else rule for key, rule in foreign.kit.rules.items()}
+    name = next((str(value) for key in rules if rules[key] == "model.name" and (value := foreign.get(key))), "")
+    return any(part in name.lower() for part in HAND_ON_STATES)
 
 
 def convert_listed(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
