@@ -21,8 +21,8 @@ from sftplay.train.eval_mode import eval_mode
 from sftplay.train.exact_batch import ADVICE
 from sftplay.train.metrics import Observer, write_measured
 
-SHOWN = ("accuracy", "stderr", "margin", "rewards/chosen", "rewards/rejected", "calibration_error")
-"""Held-out figures that also go to a line of metrics."""
+SHOWN = ("loss", "accuracy", "stderr", "margin", "rewards/chosen", "rewards/rejected", "calibration_error")
+"""Held-out figures that trackers show as curves."""
 
 
 def measure(model: Any, pairs: Any, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
@@ -96,8 +96,7 @@ class EvaluateScores(Observer):
         self._scores = scores = self._score_all()
         margin = torch.tensor(self.pairs.held_out["margin"][:]).double() if self.cfg.reward_model.margin else None
         figures = describe_scores(scores, margin, cfg=self.cfg, rows=self.pairs.held_out["row"][:])
-        metrics = {f"{metric_key_prefix}_{name}": figures[name] for name in ("loss", *SHOWN)}
-        self.trainer.held_out_figures = dict(metrics)
+        metrics = {f"{metric_key_prefix}_{name}": figures[name] for name in SHOWN}
         return EvalLoopOutput(predictions=(), label_ids=None, metrics=metrics, num_samples=len(scores))
 
     @torch.no_grad()
