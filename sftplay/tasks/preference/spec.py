@@ -55,7 +55,7 @@ def find_reference_model(cfg: RunConfig) -> ReferenceModel:
     Raises:
         ConfigError: there is no such model, or the run has no result yet.
     """
-    from sftplay.config.resolved import RESOLVED
+    from sftplay.config.layers import RESOLVED
     from sftplay.launch.run_folder import RunFolder
     from sftplay.model.source import ADAPTER_CONFIG, check_source
     from sftplay.model.start_point import find_adapter_base
