@@ -13,7 +13,6 @@ from transformers import Trainer
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError
 from sftplay.model.out_of_memory import AdaptiveBatches, Shortage
 from sftplay.tasks.preference.kto import kto_losses, reference_point
@@ -82,7 +81,7 @@ class PairMixin(Base):
             log.say(f"note: dropout is off in {off} layers: losses compare log-probabilities, which it would blur")
 
     def compute_rows(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Figures]:
-        """Return the loss of each row, [rows], and figures for metrics. Rows without a label must not be NaN."""
+        """Return the loss of each row, [rows], and figures for metrics."""
         raise NotImplementedError
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
@@ -90,43 +89,8 @@ class PairMixin(Base):
         self._pending = []
         loss = super().training_step(model, inputs, num_items_in_batch)
         for figures in self._pending:
-            add_figures(self._sums, figures)
+            self._sums = {name: sums + self._sums.get(name, 0) for name, sums in figures.items()}
         return loss
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return the sum of the rows' losses over the effective batch, or of held-out rows the mean."""
-        if model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        sums: dict[str, Tensor] = {}
-
-        def measure(part: slice) -> dict[str, Tensor]:
-            self.heartbeat.enter("evaluation")  # a beat for each batch: only a single one can take too long
-            rows = {key: value[part] for key, value in inputs.items()}
-            return sum_figures(*self.compute_rows(model, rows), rows)
-
-        n = len(inputs["row"])
-        # Sharded weights need all ranks at once.
-        parts = [measure(slice(n))] if self.micro_batcher is None else self.eval_batches.map(n, measure)
-        for part in parts:
-            add_figures(sums, part)
-        add_figures(self._sums, sums)
-        loss = (sums["loss"][0] / sums["loss"][1].clamp(min=1)).float()
-        return (loss, {"loss": loss}) if return_outputs else loss
-
-    def evaluation_loop(self, *given: Any, **named: Any) -> Any:
-        """Evaluate as the Trainer does, and add the figures to the metrics; all are means over the rows of all ranks,
-        without those that only fill batches.
-        """
-        kept, self._sums = self._sums, {}
-        try:
-            output = super().evaluation_loop(*given, **named)
-            figures = self._take_means()
-        finally:
-            self._sums = kept
-        output.metrics.update({f"eval_{name}": value for name, value in figures.items() if value is not None})
-        return output
 
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Return means over the rows of all ranks since the last line. All ranks call it."""
@@ -173,8 +137,8 @@ class PairMixin(Base):
 
     def _model_loss(self, model: nn.Module, inputs: Batch, *, return_outputs: bool, n_items: Any) -> Any:
         losses, figures = self.compute_rows(model, inputs)
-        with torch.no_grad():
-            self._pending.append(sum_figures(losses, figures, inputs))
+        figures = {"loss": Figure(losses), **figures}
+        self._pending.append({name: sum_rows(figure) for name, figure in figures.items()})
         # DDP, FSDP and DeepSpeed take the mean of the processes' gradients.
         loss = losses.sum() * (self.accelerator.num_processes / n_items)
         if self._check_loss is not None:
@@ -186,21 +150,11 @@ class PairMixin(Base):
         """Count nothing: `compute_rows` gives the losses of rows, and a line of metrics takes their mean."""
 
 
-def sum_figures(losses: Tensor, figures: Figures, batch: Batch) -> dict[str, Tensor]:
-    """Sum the loss and each figure over the rows that have labels: fp64 [2], the sum and the number of rows."""
-    has_labels = (batch["labels"] != IGNORE_INDEX).any(1)
-    sums = {}
-    for name, figure in {"loss": Figure(losses), **figures}.items():
-        where = has_labels if figure.where is None else has_labels & figure.where
-        total = torch.where(where, figure.values.detach(), 0).sum(dtype=torch.float64)
-        sums[name] = torch.stack([total, where.sum().double()])
-    return sums
-
-
-def add_figures(sums: dict[str, Tensor], figures: Mapping[str, Tensor]) -> None:
-    """Add figures to the sums."""
-    for name, figure in figures.items():
-        sums[name] = sums[name] + figure if name in sums else figure
+def sum_rows(figure: Figure) -> Tensor:
+    """Return the sum over the rows that have the figure, and their number: fp64 [2]."""
+    where = torch.ones_like(figure.values, dtype=torch.bool) if figure.where is None else figure.where
+    total = torch.where(where, figure.values.detach(), 0).sum(dtype=torch.float64)
+    return torch.stack([total, where.sum().double()])
 
 
 def turn_dropout_off(model: nn.Module) -> int:
@@ -225,7 +179,7 @@ class PreferenceTrainer(PairMixin, ExactBatchMixin, Trainer):
         is_chunked = step.loss_head == "chunked"
         # The heads of other losses are of no use: `completion_logps` narrows the head itself.
         super().__init__(step if is_chunked else replace(step, loss_head=""), **named)
-        self.cfg, self.side = cfg, "train"
+        self.cfg = cfg
         self.references: Any = None
         self._point: Tensor | None = None  # KTO's reference point
         self._point_batches = AdaptiveBatches(
@@ -242,7 +196,6 @@ class PreferenceTrainer(PairMixin, ExactBatchMixin, Trainer):
         if self.cfg.task_mode == "kto":
             return self._compute_answers(model, batch)
         logps, tokens = completion_logps(model, batch, shares=self.shares_prompt)
-        tokens = tokens.clamp(min=1)  # of rows that only fill a batch
         reference = self._look_up(batch)
         losses = pair_losses(self.cfg, logps, tokens, reference)
         with torch.no_grad():
@@ -289,16 +242,6 @@ class PreferenceTrainer(PairMixin, ExactBatchMixin, Trainer):
             self._point = self._find_reference_point(batches)
         return batches, rows
 
-    def evaluation_loop(self, dataloader: Any, *given: Any, **named: Any) -> Any:
-        """Evaluate on held-out rows; in kto all of them share one reference point."""
-        kept, self.side = self._point, "held_out"
-        try:
-            if self.cfg.task_mode == "kto":
-                self._point = self._find_reference_point(dataloader)
-            return super().evaluation_loop(dataloader, *given, **named)
-        finally:
-            self._point, self.side = kept, "train"
-
     def _take_means(self) -> dict[str, float | None]:
         means = super()._take_means()
         chosen, rejected = means.get("rewards/chosen"), means.get("rewards/rejected")
@@ -310,8 +253,8 @@ class PreferenceTrainer(PairMixin, ExactBatchMixin, Trainer):
         if not uses_reference(self.cfg):
             return None
         assert self.references is not None, "the reference's log-probabilities were not computed"
-        found: Tensor = self.references.look_up(self.side, batch["index"])
-        return found.to(batch["index"].device)
+        found: Tensor = self.references.look_up("train", batch["index"])
+        return found
 
     @torch.no_grad()
     def _find_reference_point(self, batches: Iterable[Batch]) -> Tensor:
