@@ -40,6 +40,11 @@ def uses_reference(cfg: RunConfig) -> bool:
     return cfg.task_mode in REFERRING and cfg.preference.reference != "none"
 
 
+def find_beta(cfg: RunConfig) -> float:
+    """Return `preference.beta`, or what its paper uses."""
+    return cfg.preference.beta or USUAL_BETA[cfg.task_mode]
+
+
 @dataclass(frozen=True)
 class ReferenceModel:
     """The model that `preference.reference` names: a base, and an adapter on it where it has one."""
