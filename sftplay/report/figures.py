@@ -43,7 +43,6 @@ NAMES = {
     "zero_variance_share": "groups with equal rewards",
     "clipped_ratio": "completions that were cut off",
     "completion_tokens": "tokens of a completion",
-    "accuracy": "pairs right",
     "margin": "margin of the rewards",
     "logp_accuracy": "chosen answer is likelier",
     "rewards/accuracies": "pairs right",
