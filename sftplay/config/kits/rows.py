@@ -18,7 +18,7 @@ SHAREGPT = ("conversations", "conversation", "dialogue")
 
 ROLES = ("system", "user", "human", "assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model", "tool", "function",
          "observation", "function_response", "tool_response", "ipython")  # fmt: skip
-"""Names of roles in chats that are known here (data/turns.py)."""
+"""Names of roles in chats that are known here (data/layouts.py)."""
 
 
 @dataclass

@@ -109,7 +109,7 @@ def tabulate_pairs(before: list[dict[str, Any]], after: list[dict[str, Any]]) ->
         head=["Prompt", "Chosen", "Rejected", "Margin before", "Margin after"],
         rows=rows,
         kinds="   nn",
-        caption=f"{len(shown):,} of {len(known):,} held-out pairs, the largest margin first; below 0 the model is wrong",
+        caption=f"{len(shown):,} of {len(known):,} held-out pairs by margin; below 0 the model is wrong",
         stacks=True,
     )
 
