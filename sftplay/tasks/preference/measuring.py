@@ -17,7 +17,7 @@ from sftplay.config.run import RunConfig
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer
 from sftplay.generate.generate import Generator, answer_all
 from sftplay.tasks.preference.kto import kto_losses, reference_point
-from sftplay.tasks.preference.losses import compute_rewards, find_beta, pair_losses
+from sftplay.tasks.preference.losses import compute_rewards, pair_losses
 from sftplay.tasks.preference.reference import (
     FILE,
     ReferenceKind,
@@ -28,39 +28,42 @@ from sftplay.tasks.preference.reference import (
     pass_settings,
     read_tables,
 )
-from sftplay.tasks.preference.spec import uses_reference
+from sftplay.tasks.preference.spec import find_beta, uses_reference
 from sftplay.train.eval_mode import eval_mode
 from sftplay.train.metrics import Observer, write_measured
+from sftplay.train.task import Rows
 
 FALLEN_NATS = 1.0
 """Fall of the mean log-probability of a chosen answer that is warned of: it has become less than half as likely."""
 
 
-def measure(model: Any, pairs: Any, *, cfg: RunConfig, path: Path, reference: Tensor | None = None) -> dict[str, Any]:
-    """Measure `model` on the held-out pairs; write `path` (.json), and answers to `eval.limit` prompts (.jsonl).
+def measure(model: Any, rows: Any, *, cfg: RunConfig, path: Path, reference: Tensor | None = None) -> dict[str, Any]:
+    """Measure `model` on the held-out rows; write `path` (.json), and answers to `eval.limit` prompts (.jsonl).
 
-    `reference` are the reference's log-probabilities, fp32 [rows, 2]. None: those in the run folder, which is above
-    that of `path`; before a run those that it will have, as the model is still the one that it starts from.
+    `rows` are `Pairs`, or the rows of a task that have them as their source. `reference` are the reference's
+    log-probabilities, fp32 [rows, 2]. None: those in the run folder, which is above that of `path`; before a run those
+    that it will have, as the model is still the one that it starts from.
     """
-    tag, rows, tokenizer = path.stem, pairs.held_out, pairs.renderer.tokenizer
-    log.say(f"measuring the model ({tag}) on {len(rows):,} held-out rows", "eval")
+    pairs = rows.source if isinstance(rows, Rows) else rows
+    tag, held_out, tokenizer = path.stem, pairs.held_out, pairs.renderer.tokenizer
+    log.say(f"measuring the model ({tag}) on {len(held_out):,} held-out rows", "eval")
     settings = {"pad_token_id": tokenizer.pad_token_id, "batch_size": cfg.eval.batch_size}
     with ready_to_answer(model, cfg):
-        found = compute_logps(model, rows, shares=find_shares(cfg, model), **settings)
+        found = compute_logps(model, held_out, shares=find_shares(cfg, model), **settings)
         if reference is None and uses_reference(cfg):
             kept = path.parent.parent / FILE
             reference = read_held_out(kept, pairs) if kept.is_file() else None
             if reference is None:
-                reference = _reference_before(model, rows, cfg=cfg, found=found, settings=settings)
-        chosen = pick_prompts(rows, cfg.eval.limit)
+                reference = _reference_before(model, held_out, cfg=cfg, found=found, settings=settings)
+        chosen = pick_prompts(held_out, cfg.eval.limit)
         generator = Generator(model, tokenizer, pairs.renderer.end_token_ids, cfg.eval.max_new_tokens)
         records = pairs.records("held_out")
         prompts = [records[number].prompt_ids(pairs.renderer) for number in chosen]
         answers = answer_all(generator, prompts, batch_size=cfg.eval.batch_size)
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in answers]
-    figures = describe_rows(cfg, rows, found=found, reference=reference)
+    figures = describe_rows(cfg, held_out, found=found, reference=reference)
     figures |= {"answers": len(answers), "answer_tokens": sum(lengths) / max(1, len(lengths))}
-    lines = describe_lines(cfg, rows, chosen, tokenizer=tokenizer, found=found, reference=reference)
+    lines = describe_lines(cfg, held_out, chosen, tokenizer=tokenizer, found=found, reference=reference)
     for line, text, length in zip(lines, answers, lengths, strict=True):
         line |= {"prediction": text, "prediction_tokens": length}
     write_measured(path, figures, lines=lines)

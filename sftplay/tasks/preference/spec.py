@@ -40,6 +40,11 @@ def uses_reference(cfg: RunConfig) -> bool:
     return cfg.task_mode in REFERRING and cfg.preference.reference != "none"
 
 
+def find_beta(cfg: RunConfig) -> float:
+    """Return `preference.beta`, or what its paper uses."""
+    return cfg.preference.beta or USUAL_BETA[cfg.task_mode]
+
+
 @dataclass(frozen=True)
 class ReferenceModel:
     """The model that `preference.reference` names: a base, and an adapter on it where it has one."""
@@ -55,7 +60,7 @@ def find_reference_model(cfg: RunConfig) -> ReferenceModel:
     Raises:
         ConfigError: there is no such model, or the run has no result yet.
     """
-    from sftplay.config.resolved import RESOLVED
+    from sftplay.config.layers import RESOLVED
     from sftplay.launch.run_folder import RunFolder
     from sftplay.model.source import ADAPTER_CONFIG, check_source
     from sftplay.model.start_point import find_adapter_base
