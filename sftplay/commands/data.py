@@ -33,11 +33,12 @@ def load_texts(args: Namespace) -> RunConfig:
 
 def process(args: Namespace) -> int:
     """`process`: read, render and cache the rows; the data report as a table or as JSON."""
-    rows = _load_rows(load_texts(args))
+    cfg = load_texts(args)
+    rows = _load_rows(cfg)
     if args.json:
         print(json.dumps(rows.report))
     else:
-        _show_report(rows)
+        _show_report(rows, cfg)
     return 0
 
 
@@ -46,7 +47,6 @@ def inspect(args: Namespace) -> int:
     cfg = load_texts(args)
     loaded = _load_rows(cfg)
     from sftplay.data import inspect as views
-    from sftplay.data.inspect import decoded, legend, mark_learned
 
     tokenizer, colours = loaded.renderer.tokenizer, has_colours(sys.stdout)
     blocks = views.evenly_spaced_blocks(loaded, args.n) if cfg.learns_documents else []
@@ -54,18 +54,16 @@ def inspect(args: Namespace) -> int:
     if args.json:
         keys = ("row", "source", "input_ids", "labels")
         documents = [views.as_json(block, tokenizer) for block in blocks]
-        documents += [{**{key: row[key] for key in keys}, "text": decoded(tokenizer, row["input_ids"])} for row in rows]
+        documents += [{**{key: row[key] for key in keys}, **views.as_texts(row, tokenizer)} for row in rows]
         print(json.dumps({"report": loaded.report, "rows": documents}))
         return 0
-    _show_report(loaded)
+    _show_report(loaded, cfg)
     if rows or (cfg.learns_documents and args.n):
-        log.show(f"\n{legend(colours=colours)}")
+        log.show(f"\n{views.legend(colours=colours)}")
     for block in blocks:
         views.show_block(block, tokenizer, colours=colours)
     for row in rows:
-        n_tokens = len(row["input_ids"])
-        log.show(f"\nrow {row['row']}  {row['source']}  {n_tokens:,} tokens, {views.n_learned(row):,} learned")
-        log.show(mark_learned(tokenizer, row["input_ids"], labels=row["labels"], colours=colours))
+        views.show_learned(row, tokenizer, colours=colours)
     return 0
 
 
@@ -134,7 +132,10 @@ def _load_rows(cfg: RunConfig) -> Any:
     return rows
 
 
-def _show_report(rows: Any) -> None:
+def _show_report(rows: Any, cfg: RunConfig) -> None:
+    if part := cfg.task.part("rows"):
+        log.show(part.report_table(rows.report))
+        return
     from sftplay.data.load_prompts import prompts_table
     from sftplay.data.mixture.load import mixture_table
     from sftplay.data.pipeline import Examples

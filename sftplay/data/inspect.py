@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,8 @@ def as_examples(prompts: Prompts) -> Examples:
 
 
 def evenly_spaced_rows(examples: Examples, count: int) -> Iterator[dict[str, Any]]:
-    """Yield at most `count` training rows, evenly spaced over all: row, source, split, input_ids, labels."""
+    """Yield at most `count` training rows, evenly spaced over all: row, source, split, input_ids, labels; of pairs the
+    other columns too."""
     total = len(examples.train)
     for n in range(min(count, total)):
         index = n * total // min(count, total)
@@ -155,11 +156,39 @@ def rendered(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Return a row as its text: row, source, split, text, n_tokens, n_learned, and the text of each learned stretch."""
     return {
         **{name: row[name] for name in ("row", "source", "split")},
-        "text": decoded(tokenizer, row["input_ids"]),
+        **as_texts(row, tokenizer),
         "n_tokens": len(row["input_ids"]),
         "n_learned": n_learned(row),
         "learned": learned_texts(tokenizer, row["input_ids"], labels=row["labels"]),
     }
+
+
+def as_texts(row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Return the text of a row; of a pair also its `sides`, the text of each and of their prompt."""
+    parts = {name: decoded(tokenizer, ids) for name, (ids, _) in sides(row).items() if name}
+    return {"text": decoded(tokenizer, row["input_ids"]), **({"sides": parts} if parts else {})}
+
+
+def sides(row: Mapping[str, Any]) -> dict[str, tuple[list[int], list[int]]]:
+    """Return name -> tokens and labels: of a pair its prompt and what follows it on each side; else the row, without a
+    name. What an answer with a verdict has as its second side is the answer to another prompt."""
+    ids, labels = row["input_ids"], row["labels"]
+    if "prompt_tokens" not in row:
+        return {"": (ids, labels)}
+    names = ("chosen", "rejected")
+    if "desirable" in row:
+        names = ("wanted" if row["desirable"] else "not wanted", "mismatched")
+    first, second = row["prompt_tokens"], row["prompt_tokens"] + row["chosen_tokens"]
+    cuts = {"prompt": slice(0, first), names[0]: slice(first, second), names[1]: slice(second, None)}
+    return {name: (ids[cut], labels[cut]) for name, cut in cuts.items()}
+
+
+def show_learned(row: dict[str, Any], tokenizer: Any, *, colours: bool) -> None:
+    """Print a row with its learned tokens marked; of a pair each side, after the prompt that they share."""
+    log.show(f"\nrow {row['row']}  {row['source']}  {len(row['input_ids']):,} tokens, {n_learned(row):,} learned")
+    for name, (ids, labels) in sides(row).items():
+        log.show(f"-- {name}  {len(ids):,} tokens") if name else None
+        log.show(mark_learned(tokenizer, ids, labels=labels, colours=colours))
 
 
 def n_learned(row: dict[str, Any]) -> int:
@@ -171,6 +200,11 @@ def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
     """Print a row as the template writes it, and where the inference prompt for its last turn ends."""
     shown = rendered(row, tokenizer)
     log.show(f"\nrow {shown['row']}  {shown['source']}  {shown['n_tokens']:,} tokens, {shown['n_learned']:,} learned")
+    if "sides" in shown:
+        for name, text in shown["sides"].items():
+            log.show(f"-- {name}")
+            log.show(visible(text))
+        return
     log.show(visible(shown["text"]))
     start = len(row["labels"])  # of the last learned stretch: the tokens before it are the prompt at inference
     for is_learned in (False, True):

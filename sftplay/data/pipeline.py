@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset
 
@@ -72,6 +72,8 @@ def load_examples(
     no training row keeps a token to learn, or most of what is to be learned lies behind the cut, unless the config
     writes data.too_long.
     """
+    if part := cfg.task.part("rows"):  # rows of another shape
+        return cast("Examples", part.load_examples(cfg, tokenizer, renderer_template=renderer_template))
     inputs = [Input(cfg.rows_path, held_out_share(cfg))]
     if cfg.data.val_path:
         inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
@@ -100,6 +102,9 @@ def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_templat
     """Return all rows of one file as the held-out side, as for `data.test_path`; `train` is empty.
     Raise DataError for the same reasons as `load_examples`.
     """
+    if part := cfg.task.part("rows"):
+        found = part.load_examples(cfg, tokenizer, renderer_template=renderer_template, held_out_path=path)
+        return cast("Examples", found)
     return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)])
 
 

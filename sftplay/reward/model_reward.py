@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from sftplay.config.resolved import RESOLVED
+from sftplay.config.layers import RESOLVED
 from sftplay.data.layouts import LayoutOptions, read_layout_options
 from sftplay.data.prompts import to_prompt
 from sftplay.data.records import Chat, Message, Source, Text

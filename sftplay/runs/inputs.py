@@ -277,6 +277,9 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         try:
             if isinstance(row, Refused):
                 refused.append(f"{source} {row.reason}")
+            elif part := cfg.task.part("rows"):
+                part.read_record(row, source, cfg=cfg)
+                return
             elif cfg.task.learns_from_rewards:
                 from sftplay.data.prompts import to_prompt
 

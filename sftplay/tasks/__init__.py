@@ -51,7 +51,7 @@ class TaskRow:
         return self.turns > 0
 
     def part(self, name: str) -> ModuleType | None:
-        """Import `section`, `spec`, `plan` or `finished` of the task; None where the task has no such module."""
+        """Import `section`, `spec`, `plan`, `rows` or `finished` of the task; None where it has no such module."""
         is_there = any(Path(tasks, self.folder, f"{name}.py").is_file() for tasks in __path__)
         return import_module(f"{__name__}.{self.folder}.{name}") if is_there else None
 

@@ -205,15 +205,14 @@ class Gate:
             n_more = len(deciding) - MOST_WARNINGS
             yield f"{n_more:,} more features decide labels alone; the data report lists them under preference.deciding"
         sentences = {
-            f"{self.swapped:,} {kind} repeat an earlier one with the opposite verdict": self.swapped,
-            f"{self.white_space_only:,} pairs have sides that differ only in white space": self.white_space_only,
-            f"{self.shared_prompts:,} training {kind} have a prompt that is held out with other answers; figures on"
-            " held-out rows will look better than they are": self.shared_prompts,
-            f"{self._against:,} pairs have a chosen side with the lower score": self._against,
-            f"{self.joined:,} prompts have other last tokens at generation than here, because the tokenizer joins their"
-            " end with the answer; end them before a space": self.joined,
+            f"{kind} that repeat an earlier one with the opposite verdict": self.swapped,
+            "pairs with sides that differ only in white space": self.white_space_only,
+            "pairs with a chosen side that has the lower score": self._against,
+            f"{kind} to train on with a prompt that is held out with other answers": self.shared_prompts,
+            f"{kind} with a prompt that generation would end in other tokens, because the tokenizer joins it with the"
+            " answer; end it before the white space": self.joined,
         }
-        yield from (sentence for sentence, is_so in sentences.items() if is_so)
+        yield from (f"{sentence}: {count:,}" for sentence, count in sentences.items() if count)
         if any(self.answers) and not min(self.answers):
             yield f"all {sum(self.answers):,} answers have one verdict, so nothing is told apart"
 
@@ -252,7 +251,8 @@ def gate_table(figures: Mapping[str, Any]) -> list[str]:
         judged = f"{figures['desirable']:,} wanted and {figures['undesirable']:,} unwanted answers"
     lines = [
         f"gate           {judged}; {figures['equal']:,} with equal sides, {figures['swapped']:,} also the other way,"
-        f" {figures['white_space_only']:,} that differ in white space, {figures['contaminated']:,} held out as well"
+        f" {figures['white_space_only']:,} that differ only in white space,"
+        f" {figures['contaminated']:,} held out as well"
     ]
     if length is not None:
         share = "" if longer is None else f"; the chosen side is longer in {longer:.0%}"

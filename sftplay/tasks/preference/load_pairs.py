@@ -28,7 +28,7 @@ from sftplay.data.row_outcomes import SIDES, Example, RowOutcome, RowPolicies, S
 from sftplay.data.tokenize import BATCH_ROWS, KEPT_WHOLE, REFUSED, REPORT, Input, Output, Preparation, refused_line
 from sftplay.errors import DataError
 from sftplay.tasks.preference.gate import Gate, gate_table
-from sftplay.tasks.preference.pairs import Pair, to_pair
+from sftplay.tasks.preference.pairs import Pair, takes_single_answers, to_pair
 from sftplay.tasks.preference.render_pairs import EQUAL, PairExample, PairOptions, PairOutcome, PairProcessor, note_keys
 
 VERSION = 1
@@ -68,7 +68,12 @@ class PairTexts:
     rejected: str
     tools: str  # the functions that may be called, as JSON text
     beginning: str  # the prompt, where there is no chat template
-    place: str  # file and line
+    source: Source
+
+    @property
+    def place(self) -> str:
+        """File and line."""
+        return str(self.source)
 
     def prompt_ids(self, renderer: Renderer) -> list[int]:
         """Return the tokens with which generation begins."""
@@ -93,8 +98,8 @@ class TextRows(Sequence[PairTexts]):
         content = json.loads(row["content"])
         question = chat_from_json(content["question"])
         sides = (content["chosen"], content["rejected"])
-        place = str(Source(row["path"], row["line"], row["record"]))
-        return PairTexts(question.messages[:-1], *sides, question.tools, content["beginning"], place)
+        source = Source(row["path"], row["line"], row["record"])
+        return PairTexts(question.messages[:-1], *sides, question.tools, content["beginning"], source)
 
 
 @dataclass(frozen=True)
@@ -163,10 +168,10 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
     needs_margin = cfg.task.section == "reward_model" and cfg.reward_model.margin
     options = PairOptions(
         read_layout_options(data), cfg.model.max_seq_len, data.too_long,
-        takes_answers=takes_answers, is_plain=is_plain, needs_margin=needs_margin,
+        takes_answers=takes_answers, is_plain=is_plain, needs_margin=needs_margin, keeps_end=cfg.task.gives_score,
     )  # fmt: skip
     parts = describe_rows(data, inputs, guarded=guarded, digests=digests, recipe=renderer.recipe())
-    parts |= {"kind": ["pairs", VERSION], "options": [takes_answers, is_plain, needs_margin]}
+    parts |= {"kind": ["pairs", VERSION], "options": [takes_answers, is_plain, needs_margin, cfg.task.gives_score]}
     folder = Path(data.processed_dir) / fingerprint(parts | {"max_seq_len": cfg.model.max_seq_len})
 
     def write_rows(unfinished: Path) -> None:
@@ -193,11 +198,6 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         fingerprint=folder.name,
         texts={side: rows[f"{side}_texts"] for side in SIDES},
     )
-
-
-def takes_single_answers(cfg: RunConfig) -> bool:
-    """Return True for the task that learns from single answers with a verdict."""
-    return cfg.task_mode == "kto"
 
 
 def sample_pairs(cfg: RunConfig, path: str, *, is_plain: bool) -> list[Pair]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sftplay.config.data import Layout
+from sftplay.config.run import RunConfig
 from sftplay.data.files import RowFields, describe_type, expect_list, expect_text, is_blank, listed, refuse
 from sftplay.data.layouts import (
     SHAPES,
@@ -85,6 +86,11 @@ class Pair:
 def _words(turn: Message) -> str:
     calls = [f"{call.name}({call.arguments})" for call in turn.calls]
     return "\n".join([turn.content] * bool(turn.content) + calls)
+
+
+def takes_single_answers(cfg: RunConfig) -> bool:
+    """Return True for the task that learns from single answers with a verdict."""
+    return cfg.task_mode == "kto"
 
 
 def to_pair(
