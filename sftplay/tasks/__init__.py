@@ -34,7 +34,7 @@ class TaskRow:
     averages_itself: bool = False  # the task sends whole gradients itself, once a step
     splits_itself: bool = False  # the task splits its models over the processes itself, not accelerate
     measures_training_rows: bool = False  # where nothing is held out, it measures on the rows that it trains on
-    trl_config: str = "SFTConfig"  # TRL's config that takes `train.extra`
+    trl_config: str = "SFTConfig"  # TRL's config, or the Trainer's, that takes `train.extra`
     memory_head: str = ""
     """The way to take the head's log-probabilities, where `train.loss_head` does not say it (`plan.activations`)."""
 
@@ -70,8 +70,9 @@ class TaskRow:
 DOCUMENTS = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
 
 preference = partial(
-    TaskRow, "preference", section="preference", absent="compares no answers", headlines=(("accuracy", "Pairs right"),)
-)
+    TaskRow, "preference", section="preference", absent="compares no answers",
+    trl_config="TrainingArguments", headlines=(("accuracy", "Pairs right"),),
+)  # fmt: skip
 
 TASKS = {
     "sft": TaskRow("sft", title="Supervised fine-tuning"),
