@@ -92,7 +92,7 @@ def test_labels_that_say_nothing_leave_it_at_a_half_and_swapped_ones_teach_the_o
 
 @pytest.mark.usefixtures("builtin_tiny")
 def test_a_beta_without_end_keeps_the_model_where_it_started(learned: Path):
-    """Its margins need not grow to be large. A step of AdamW is as long as its rate whatever the loss, so that is low."""
+    """Its margins need not be large. A step of AdamW is as long as its rate whatever the loss, so that is low here."""
     values = ("preference.beta=1e6", "preference.rpo_alpha=0", "train.learning_rate=5e-5", "train.max_steps=60")
     ended = train_control(learned, read_lines(PAIRS), "held", *values)
     before, after = (
