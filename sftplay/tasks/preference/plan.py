@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from sftplay.config.run import RunConfig
 from sftplay.machine.probe import Machine
 from sftplay.model.source import BUILTIN_CONFIGS
-from sftplay.plan.activations import FP32, norm_out_bytes
+from sftplay.plan.activations import FP32, norm_kept, norm_out_bytes
 from sftplay.plan.decisions import Decision, Decisions
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.forecast import Forecast, Hardware, RowLengths, Setting, with_loading
@@ -77,6 +77,7 @@ class PairMemory:
         shape = setting.shape
         step = estimate(shape, setup, size=size, standing=share.standing, communication=share.communication)
         phases = {name: dict(parts) for name, parts in step.phases.items()}
+        phases["head"]["head"] = _backward_head(shape, setup, size=size)
         if not self.has_reference and not self.scores_one:
             return Footprint(phases)
         # Before the first step the optimizer has no state yet, but that of DeepSpeed's, which keeps fp32 weights there.
@@ -130,9 +131,34 @@ def _count_other(other: ModelShape | None, setup: MemorySetup) -> float:
 def _forward_head(shape: ModelShape, setup: MemorySetup, *, size: Size) -> float:
     """Count the bytes of the scores of labels, or of a chunk of them, without gradients."""
     labelled = size.tokens if size.labelled is None else size.labelled
-    at_once = min(labelled, setup.chunk_tokens) if setup.head == "chunked" else labelled
-    scores = at_once * shape.vocab * setup.logits_bytes + FP32 * min(PART_SCORES, at_once * shape.vocab)
-    return float(scores + (size.tokens + labelled) * shape.hidden * norm_out_bytes(shape, setup))
+    scores = _count_scores(shape, setup, labelled)
+    bytes_ = scores * setup.logits_bytes + FP32 * min(PART_SCORES, scores)
+    return float(bytes_ + (size.tokens + labelled) * shape.hidden * norm_out_bytes(shape, setup))
+
+
+def _backward_head(shape: ModelShape, setup: MemorySetup, *, size: Size) -> float:
+    """Count the bytes at the end of the head, or while the log-probabilities and the head are differentiated."""
+    labelled = size.tokens if size.labelled is None else size.labelled
+    scores, matrix = _count_scores(shape, setup, labelled), shape.vocab * shape.hidden
+    is_half = setup.logits_bytes < FP32
+    capped = 2 * setup.logits_bytes if shape.softcap_final else 0  # its tanh, and the gradient of that
+    # The scores, their gradient in fp32, and that as narrow as the scores (`TargetLogps.backward`).
+    loss = scores * (setup.logits_bytes + FP32 + (setup.logits_bytes if is_half else 0) + capped)
+    product = scores * setup.logits_bytes
+    is_rounded = setup.has_autocast and setup.weight_bytes != setup.compute_bytes
+    if setup.trains_all:
+        own = matrix * (setup.compute_bytes + (setup.weight_bytes if is_rounded else 0))
+        # The gradients of chunks are added up, outside the weight.
+        so_far = matrix * setup.weight_bytes if setup.head == "chunked" and labelled > setup.chunk_tokens else 0
+        loss, product = loss + so_far, product + own + 2 * so_far
+    states = labelled * shape.hidden * (norm_out_bytes(shape, setup) + FP32) + size.tokens * norm_kept(shape, setup)
+    rounded = matrix * setup.compute_bytes if is_rounded else 0
+    return float(max(_forward_head(shape, setup, size=size), states + max(loss, product)) + rounded)
+
+
+def _count_scores(shape: ModelShape, setup: MemorySetup, labelled: int) -> int:
+    """Count the scores over the vocabulary that exist at a time."""
+    return (min(labelled, setup.chunk_tokens) if setup.head == "chunked" else labelled) * shape.vocab
 
 
 class PreferencePlan(TaskSizing, TaskReport):
