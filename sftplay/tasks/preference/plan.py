@@ -19,7 +19,7 @@ from sftplay.plan.report import CPU_FLOPS_PER_CORE, USED_SHARE, TaskReport, Work
 from sftplay.plan.shape import ModelShape
 from sftplay.plan.task_sizing import TaskSizing
 from sftplay.tasks.grpo.plan import forward_layer
-from sftplay.tasks.preference.spec import USUAL_BETA, WORDS, find_reference_model, uses_reference
+from sftplay.tasks.preference.spec import KINDS, USUAL_BETA, find_reference_model, uses_reference
 from sftplay.units import format_bytes, format_seconds
 
 PASS, OTHER = "reference pass", "reference"
@@ -147,10 +147,10 @@ def _backward_head(shape: ModelShape, setup: MemorySetup, *, size: Size) -> floa
     product = scores * setup.logits_bytes
     is_rounded = setup.has_autocast and setup.weight_bytes != setup.compute_bytes
     if setup.trains_all:
-        own = matrix * (setup.compute_bytes + (setup.weight_bytes if is_rounded else 0))
+        gradient = matrix * (setup.compute_bytes + (setup.weight_bytes if is_rounded else 0))
         # The gradients of chunks are added up, outside the weight.
         so_far = matrix * setup.weight_bytes if setup.head == "chunked" and labelled > setup.chunk_tokens else 0
-        loss, product = loss + so_far, product + own + 2 * so_far
+        loss, product = loss + so_far, product + gradient + 2 * so_far
     states = labelled * shape.hidden * (norm_out_bytes(shape, setup) + FP32) + size.tokens * norm_kept(shape, setup)
     rounded = matrix * setup.compute_bytes if is_rounded else 0
     return float(max(_forward_head(shape, setup, size=size), states + max(loss, product)) + rounded)
@@ -170,7 +170,7 @@ class PreferencePlan(TaskSizing, TaskReport):
         has_kernel = cfg.model.attn in ("sdpa", "eager", "auto")
         wanted = cfg.preference.shared_prompt
         other = None
-        if uses_reference(cfg) and cfg.preference.reference not in WORDS:
+        if uses_reference(cfg) and cfg.preference.reference not in KINDS:
             found = find_reference_model(cfg)
             other = find_shape(found.name, found.revision, builtin=BUILTIN_CONFIGS)
         lengths = hardware.lengths
@@ -184,7 +184,7 @@ class PreferencePlan(TaskSizing, TaskReport):
         )
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
-        if uses_reference(cfg) and cfg.preference.reference not in WORDS:
+        if uses_reference(cfg) and cfg.preference.reference not in KINDS:
             find_reference_model(cfg)
 
     def decide_more(self, cfg: RunConfig, machine: Machine) -> Decisions:
@@ -200,7 +200,7 @@ class PreferencePlan(TaskSizing, TaskReport):
             notes.append(f"train.effective_batch_size {rows}: {why}")
         if cfg.task_mode in ("dpo", "ipo") and reference == "none":
             notes.append("preference.reference none: nothing measures how far the model moves from where it starts")
-        if uses_reference(cfg) and reference not in WORDS:
+        if uses_reference(cfg) and reference not in KINDS:
             why = "is held next to the model while its log-probabilities are computed, whole on each device"
             notes.append(f"preference.reference {reference} {why}")
         return tuple(notes)
