@@ -61,7 +61,7 @@ def evaluation_blocks(run: RunFiles) -> list[Block]:
     """Return figures before and after in one table, shares of them as bars, then those of other evaluations."""
     pairs = {name for name in run.evals if name in ("before", "after") or name.endswith(("-before", "-after"))}
     # Each of these has a table of its own.
-    elsewhere = ("hints", "diagnosis", "segments", "halting_q", "pass_at", "pass_at_partial")
+    elsewhere = ("hints", "diagnosis", "segments", "halting_q", "pass_at", "pass_at_partial", "calibration")
     rows, bars = [], []
     for prefix in sorted({name.removesuffix("after").removesuffix("before") for name in pairs})[:MOST_TABLES]:
         where = {"": "Held-out rows", "test-": "Test rows"}.get(prefix, prefix[:-1].replace("anchor-", "chats of "))

@@ -1,15 +1,15 @@
-"""The reward model in the plan: both answers to a prompt are computed in a step, and none of their words is scored."""
+"""The reward model in the plan: a step of pairs as in tasks of preferences, and none of their words is scored."""
 
 from __future__ import annotations
 
 from sftplay.config.run import RunConfig
 from sftplay.machine.probe import Machine
 from sftplay.plan.decisions import Decision, Decisions
-from sftplay.plan.task_sizing import TaskSizing
+from sftplay.tasks.preference.plan import PreferencePlan
 
 
-class RewardModelPlan(TaskSizing):
-    """A step of pairs without a head over the vocabulary."""
+class RewardModelPlan(PreferencePlan):
+    """Pairs without a reference and without a head over the vocabulary."""
 
     def fixed_head(self, cfg: RunConfig) -> Decision | None:
         return Decision("standard", "a score for an answer takes no loss over the vocabulary")

@@ -7,44 +7,17 @@ from typing import Any
 
 from trl import RewardConfig
 
-from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.launch.run_folder import RunFolder
-from sftplay.report.sample import write_masked_sample
 from sftplay.reward.model_reward import find_score_model, open_score_model
-from sftplay.tasks.preference.load_pairs import load, pairs_table
 from sftplay.tasks.preference.shared_prompt import PairCollator
+from sftplay.tasks.preference.task import load_rows, report_rows
 from sftplay.tasks.reward_model import measuring
 from sftplay.tasks.reward_model.score_head import to_score_model
 from sftplay.tasks.reward_model.trainer import RewardModelTrainer
-from sftplay.train.checkpointing import describe_renderer
 from sftplay.train.task import Rows, TrainerParts
 from sftplay.train.upstream import on_one_gpu
 
-
-def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
-    """Load the pairs of `cfg.data`; the tokenizer gets the chat template that their masks are proven for.
-
-    Raises:
-        DataError: no pair is left to train on.
-    """
-    log.status(f"preparing the pairs of {cfg.rows_path}", "data")
-    pairs = load(cfg, tokenizer)
-    tokenizer.chat_template = pairs.renderer.template
-    return Rows(
-        train=pairs.train,
-        held_out=pairs.held_out,
-        report=pairs.report,
-        recipe=describe_renderer(pairs.renderer),
-        source=pairs,
-        learned_tokens=int(pairs.report["sources"].get("train", pairs.report)["trainable_tokens"]),
-    )
-
-
-def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
-    """Show the table of the data report, and keep one pair with the tokens that are compared."""
-    write_masked_sample(folder, tokenizer, example=rows.train[0], source=rows.source.find_source("train", 0))
-    log.show(pairs_table(rows.report))
+__all__ = ["build_trainer", "load_result", "load_rows", "measure", "report_rows", "reshape_model"]
 
 
 def reshape_model(model: Any, tokenizer: Any, *, cfg: RunConfig) -> Any:
@@ -71,7 +44,9 @@ def build_trainer(parts: TrainerParts) -> RewardModelTrainer:
     """Build the trainer for rows of pairs."""
     config = RewardConfig(**parts.arguments)
     pairs = parts.rows.source
-    callbacks = [measuring.EvaluateScores(parts.cfg, pairs, folder=parts.folder.eval)] if pairs.held_out else []
+    callbacks = (
+        [measuring.EvaluateScores(parts.cfg, pairs, folder=parts.folder.eval)] if parts.held_out is not None else []
+    )
     return RewardModelTrainer(
         parts.step,
         cfg=parts.cfg,

@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
+from sftplay.model.recomputation import recomputation_arguments
 from sftplay.tasks.reward_model.score_head import to_score_model
 
 FULL = {
@@ -87,7 +88,7 @@ def test_loss_and_gradient_of_a_batch_are_those_of_trl(pairs, tmp_path):
     given = {"chosen_ids": chosen, "rejected_ids": rejected, "margin": rows["margin"][:]}
     arguments = RewardConfig(
         str(tmp_path / "trl"), center_rewards_coefficient=0.01, report_to="none", use_cpu=True, bf16=False,
-        per_device_train_batch_size=8, max_length=None,
+        per_device_train_batch_size=8, max_length=None, **recomputation_arguments(recomputes=False),
     )  # fmt: skip
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     theirs = RewardTrainer(
