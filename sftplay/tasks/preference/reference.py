@@ -1,6 +1,9 @@
 """The reference's log-probabilities: computed once before the first step, kept next to the data and in the run folder.
 
-They are looked up by the number of a row while the run trains, so that no second model is held in memory then.
+They are looked up by the number of a row while the run trains, so that no second model is held in memory then. The pass
+computes as training does, under the same autocast and on weights of the same dtypes. In fp32 a run that starts at its
+reference therefore has margins of 0 up to rounding, and its first loss is that of 0 to 1e-6. In 16 bits a batch of
+another shape may round otherwise: margins begin near 0, and accuracy anywhere.
 """
 
 from __future__ import annotations
