@@ -29,6 +29,7 @@ class TaskRow:
     turns: int = 0
     """Answers that the model gives to a prompt in training, scored by rewards; 0 where it learns from labels."""
 
+    compares_answers: bool = False  # it is measured on pairs of answers, by which one it finds likelier
     gives_score: bool = False  # the result scores answers and writes none
     reads_text: bool = True  # False where there is neither a tokenizer nor a pretrained model
     averages_itself: bool = False  # the task sends whole gradients itself, once a step
@@ -70,7 +71,7 @@ class TaskRow:
 DOCUMENTS = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
 
 preference = partial(
-    TaskRow, "preference", section="preference", absent="compares no answers",
+    TaskRow, "preference", section="preference", absent="compares no answers", compares_answers=True,
     trl_config="TrainingArguments", headlines=(("accuracy", "Pairs right"),),
 )  # fmt: skip
 
