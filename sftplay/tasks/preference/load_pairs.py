@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -400,10 +400,10 @@ def add_mismatched(folder: Path, *, max_tokens: int, path: str) -> None:
                 rows = tables[side][begin : begin + BATCH_ROWS]
                 others = tables[lender][partners[begin : begin + BATCH_ROWS]]
                 for column in ("input_ids", "labels"):
-                    for n, own in enumerate(rows[column]):
+                    for n, tokens in enumerate(rows[column]):
                         n_prompt, n_given = rows["prompt_tokens"][n], others["prompt_tokens"][n]
                         n_lent = min(others["chosen_tokens"][n], max_tokens - n_prompt)
-                        own += others[column][n][n_given : n_given + n_lent]
+                        tokens += others[column][n][n_given : n_given + n_lent]
                 stream.write_batch(as_batch(rows, ANSWERS))
     tables.clear()
     for side in SIDES:
@@ -423,13 +423,15 @@ def find_mismatched(
     for number, (prompt, n_prompt) in enumerate(zip(prompts, rows["prompt_tokens"][:], strict=True)):
         begin = place.get(number, number) + 1
         after = (order[(begin + step) % len(order)] for step in range(len(order)))
-        near = list(islice((one for one in after if keys[one] != prompt), 100))
-        found.append(next((one for one in near if n_prompt + lengths[one] <= limit), near[0]))
+        others = (one for one in after if keys[one] != prompt)
+        first = next(others)
+        fits = (one for one in chain([first], islice(others, 100)) if n_prompt + lengths[one] <= limit)
+        found.append(next(fits, first))
     return found
 
 
 def pairs_table(report: Mapping[str, Any]) -> str:
-    """Format the report for people: at most 40 lines."""
+    """Format the report for people."""
     lines = [
         f"data report      {report['read']:,} read = {report['kept']:,} kept + {report['cut']:,} cut"
         f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
@@ -455,4 +457,4 @@ def pairs_table(report: Mapping[str, Any]) -> str:
     lines.append(f"  length         {longest}")
     lines += [f"  warning        {warning}" for warning in report["warnings"]]
     lines += [f"  note           {note}" for note in report["notes"]]
-    return "\n".join(lines[:40])
+    return "\n".join(lines)
