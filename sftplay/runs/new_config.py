@@ -240,11 +240,11 @@ def survey_rows(cfg: RunConfig) -> Survey:
         raise DataError("has no rows", where=path, fix="name a file with at least one row")
     reading, columns = read_layout_options(cfg.data), {}
     objects = [row for _, row in surveyed if not isinstance(row, Refused)]
-    known = sum(detect_layout(row) is not None for row in objects)
+    known = len(objects) if cfg.task.part("rows") else sum(detect_layout(row) is not None for row in objects)
     if reading.format == "auto" and not reading.columns and 2 * known < len(objects):
         columns = _guess_columns(objects, path)
         reading = replace(reading, columns=tuple(columns.items()))
-    records, refused, layouts = _read(surveyed, reading)
+    records, refused, layouts = _read(surveyed, reading, cfg=cfg)
     if 2 * len(refused) > len(surveyed):  # the file is not what it was taken for
         reasons = "".join(f"\n  {reason}" for reason in refused[:3])
         what = f"{len(refused):,} of its first {len(surveyed):,} rows cannot be read{reasons}"
@@ -271,25 +271,30 @@ def _guess_columns(rows: Sequence[Mapping[str, Any]], path: str) -> dict[str, st
     names = list(dict.fromkeys(name for row in rows[:SURVEYED_ROWS] for name in row))
     example = sorted(texts) if len(texts) == 2 else ["ASKED", "ANSWERED"]
     fix = f"say which is which: data.columns.question={example[0]} data.columns.answer={example[1]}"
+    if {"chosen", "rejected"} <= {*names}:
+        fix = "pairs are learned by task_mode=dpo, ipo, orpo, simpo, kto or reward_model: name one of them"
     raise DataError(f"no layout is known for its columns {listed(names)}", where=path, fix=fix)
 
 
-def _read(rows: Sequence[tuple[Source, Any]], reading: LayoutOptions) -> tuple[list[Record], list[str], Counter[str]]:
+def _read(
+    rows: Sequence[tuple[Source, Any]], reading: LayoutOptions, *, cfg: RunConfig
+) -> tuple[list[Record], list[str], Counter[str]]:
     """The records, the reasons of the rows that cannot be read, and how many rows have a layout."""
     records, refused, layouts = list[Record](), list[str](), Counter[str]()
-    fields = {column: field for field, column in reading.columns}
+    fields, part = {column: field for field, column in reading.columns}, cfg.task.part("rows")
     for source, row in rows:
         try:
             if isinstance(row, Refused):
                 refused.append(f"{source} {row.reason}")
                 continue
-            records.append(to_record(row, source, reading=reading))
+            record = part.read_record(row, source, cfg=cfg) if part else to_record(row, source, reading=reading)
+            records.append(record)
         except DataError as error:
             refused.append(f"{source} {error.what}")
             continue
         names = [fields.get(name, name) for name, value in row.items() if value is not None]
-        is_named = reading.format != "auto"
-        layouts[reading.format if is_named else detect_layout(names, fields.values()) or "none"] += 1
+        found = reading.format if reading.format != "auto" else detect_layout(names, fields.values())
+        layouts[cfg.task_mode if part else found or "none"] += 1
     return records, refused, layouts
 
 
