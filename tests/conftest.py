@@ -14,6 +14,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,28 @@ def pytest_unconfigure() -> None:
 COLLECTED = pytest.StashKey[frozenset[str]]()
 
 
+LONGEST = (
+    "launch/test_restarts.py", "tasks/grpo/test_story.py", "export/test_served_names.py",
+    "tasks/test_out_of_memory_runs.py", "test_demo.py", "evaluate/test_harness.py", "export/test_serve_vllm.py", "parity/test_parity_by_vllm.py",
+    "tasks/score/test_toy.py", "sandbox/test_attacks.py", "launch/test_board_launches.py", "oracle/test_record.py",
+    "parity/test_parity.py", "export/test_gguf.py",
+)  # fmt: skip
+"""Files that take longest. A file stays in one process: one of these begun last would leave the others idle."""
+
+
+def start_order(items: list[pytest.Item]) -> Callable[[pytest.Item], tuple[int, int]]:
+    """The key to sort tests by: the longest files first, then those of many tests."""
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+    counts = Counter(item.path for item in items)
+    return lambda item: (places.get(item.path, len(LONGEST)), -counts[item.path])
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What needs the builtin model is slow: most of it trains or measures that model."""
     config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
+    files = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
+    first = start_order(items)
+    items.sort(key=lambda item: (*first(item), files[item.path]))
     for item in items:
         if "builtin_tiny" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)

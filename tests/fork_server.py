@@ -46,13 +46,26 @@ LAUNCHERS = frozenset(
 
 MODULES = LAUNCHERS | {"sftplay.tasks.worker"}
 
-PRELOADED = ("sftplay.tasks.sft.task", "sftplay.cli", "sftplay.config.load", "datasets")
+HAS_GPU = Path("/dev/nvidiactl").exists()
+
+PRELOADED = (
+    "sftplay.tasks.sft.task",
+    "sftplay.train.run_task",
+    "sftplay.cli",
+    "sftplay.config.load",
+    "datasets",
+    *(() if HAS_GPU else ("deepspeed",)),  # accelerate imports it at the first step; it settles on a device at once
+    "torch.utils.tensorboard",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "transformers.models.llama.modeling_llama",
+)
 
 FIXED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    **({} if HAS_GPU else {"DS_ACCELERATOR": "cpu"}),
 }
 """The server's own: a process that forks must have one thread. The last is for the jemalloc in pyarrow."""
 

@@ -23,7 +23,7 @@ from small_run import WORDS, Inputs, write_small_run
 from sftplay.config.load import load_resolved
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ("quick_start", "batch_process", "docs_to_model", "sft_then_grpo", "score_ablation")
+SCRIPTS = ("quick_start", "batch_process", "docs_to_model", "sft_then_grpo", "sft_then_dpo", "score_ablation")
 
 Workflow = Callable[..., CompletedProcess[str]]
 
@@ -63,6 +63,8 @@ def test_help_shows_how_to_call_the_script(name: str, tmp_path: Path):
         ("sft_then_grpo rows.jsonl", "no option called 'rows.jsonl'"),
         ("sft_then_grpo --sft", "--sft needs a value"),
         ("sft_then_grpo --grpo none.yaml", "none.yaml"),
+        ("sft_then_dpo --dpo", "--dpo needs a value"),
+        ("sft_then_dpo --dpo none.yaml", "none.yaml"),
         ("score_ablation toy.yaml", "no option called 'toy.yaml'"),
         ("score_ablation --config none.yaml", "none.yaml"),
         ("batch_process", "no config is given"),

@@ -50,6 +50,10 @@ def evaluate(args: Namespace) -> int:
         path, limit = folder.eval / f"{measure.prefix}after.json", measure.values.get("eval.limit")
         after = cfg.task.finished.measure_finished(cfg, folder, split=measure.split, limit=limit, path=path)
         figures, table = {"after": after}, cfg.task.finished.figures_table(after)
+    elif cfg.task.compares_answers:
+        sides = ("before", "after") if measure.has_base else ("after",)
+        paths = {side: folder.eval / f"{measure.prefix}{side}.json" for side in sides}
+        figures, table = cfg.task.finished.measure_finished(cfg, folder, split=measure.split, paths=paths)
     elif cfg.learns_documents:
         figures, table = _measure_sources(cfg, folder, measure=measure)
     else:

@@ -67,15 +67,16 @@ def find_key(action: str) -> str:
     return re.split(r"[^\w.]", action, maxsplit=1)[0]
 
 
-def kit_answer(name: str, *, samples: bool = False) -> Answer | None:
+def kit_answer(name: str, *, samples: bool = False, section: str = "") -> Answer | None:
     """Answer an argument of TRL's SFTConfig, or of its GRPOConfig where a run `samples` completions; None when it
-    may be given."""
+    may be given. `section` is the one of the run's task."""
     foreign = read_foreign_keys()
     if reason := foreign.without_key.get(name) or (foreign.without_meaning.get(name) if samples else None):
         return Answer("", reason, "remove it")
-    sections = ("grpo", "", "train", "model") if samples else ("", "train", "model")
+    sections = ("grpo" if samples else section, "", "train", "model")
     actions = [key for key in all_homes().get(name, []) if key.rpartition(".")[0] in sections]
-    actions += ["train.loss_head"] if name == "loss_type" and not samples else []  # in GRPOConfig it is something else
+    if name == "loss_type" and not samples:  # in GRPOConfig it is something else
+        actions += ["preference.loss" if section == "preference" else "train.loss_head"]
     actions += ["train.precision"] if name in SPELLINGS else []
     actions += [foreign.names[name]] if name in foreign.names else []
     actions += [key for start, key in foreign.groups.items() if name.startswith(start)]
@@ -85,8 +86,13 @@ def kit_answer(name: str, *, samples: bool = False) -> Answer | None:
     return Answer("", foreign.without_key["deepspeed"], "remove it") if name.startswith("ddp_") else None
 
 
-_FILES = {"SFTConfig": "trainer/sft_config.py", "GRPOConfig": "trainer/grpo_config.py"}
-"""Class -> its file in the package trl."""
+_FILES = {
+    "SFTConfig": ("trl", "trainer/sft_config.py"),
+    "GRPOConfig": ("trl", "trainer/grpo_config.py"),
+    "RewardConfig": ("trl", "trainer/reward_config.py"),
+    "TrainingArguments": ("transformers", "training_args.py"),
+}
+"""Class -> its package, and its file there."""
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
@@ -101,12 +107,17 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def config_fields(kind: str) -> frozenset[str] | None:
-    """Read the names that the config `kind` of TRL takes, inherited ones too; None where its source cannot be read.
+    """Read the names that the config `kind` takes, inherited ones too; None where its source cannot be read.
 
     None leaves the check to the run, where the library itself refuses what it does not know.
     """
     kinds = config_kinds(kind)
     return None if kinds is None else frozenset(kinds)
+
+
+def describe_config(kind: str) -> str:
+    """Return how people call the config `kind`."""
+    return f"{'TRL' if _FILES[kind][0] == 'trl' else 'the Trainer'}'s {kind}"
 
 
 def unfit(kind: str, name: str, *, value: object) -> str:
@@ -125,7 +136,7 @@ def config_kinds(kind: str) -> dict[str, tuple[str, ...]] | None:
     """Field -> the words of its annotation, `dict[str, Any] | None` as dict and None."""
     classes: dict[str, ast.ClassDef] = {}
     bases = (("trl", "trainer/base_config.py"), ("transformers", "training_args.py"))
-    for package, file in (("trl", _FILES[kind]), *bases):
+    for package, file in (_FILES[kind], *bases):
         try:
             spec = find_spec(package)
         except (ImportError, ValueError):

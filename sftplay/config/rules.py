@@ -193,7 +193,7 @@ def _limits(cfg: RunConfig) -> Iterator[Problem]:
 def _extra(cfg: RunConfig) -> Iterator[Problem]:
     """Fields of TRL's own config that the kit sets itself, that TRL does not have, or whose value it would not take."""
     for name, value in cfg.train.extra.items():
-        yield from _extra_field(f"train.extra.{name}", value, kind=cfg.task.trl_config)
+        yield from _extra_field(f"train.extra.{name}", value, kind=cfg.task.trl_config, section=cfg.task.section)
     for name, value in cfg.grpo.extra.items():
         yield from _extra_field(f"grpo.extra.{name}", value, kind="GRPOConfig")
         if name in cfg.train.extra:
@@ -201,18 +201,18 @@ def _extra(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem((f"grpo.extra.{name}", f"train.extra.{name}"), what, fix="keep one of the two")
 
 
-def _extra_field(key: str, value: object, *, kind: str) -> Iterator[Problem]:
-    from sftplay.config.other_kits import config_fields, kit_answer, unfit
+def _extra_field(key: str, value: object, *, kind: str, section: str = "") -> Iterator[Problem]:
+    from sftplay.config.other_kits import config_fields, describe_config, kit_answer, unfit
     from sftplay.config.resolved import flow
 
     name, samples = key.rpartition(".")[2], kind == "GRPOConfig"
     fields = config_fields(kind)
-    if answer := kit_answer(name, samples=samples):
+    if answer := kit_answer(name, samples=samples, section=section):
         yield Problem((key,), answer.what, fix=answer.fix, nearest=(answer.key,) if answer.key else ())
     elif fields is not None and name not in fields:
         near = [known for known in nearest_names(name, sorted(fields)) if not kit_answer(known, samples=samples)]
-        fix = f"did you mean {near[0]!r}?" if near else f"remove it; see the fields of trl.{kind}"
-        yield Problem((key,), f"TRL's {kind} has no field {name!r}", fix=fix, nearest=tuple(near))
+        fix = f"did you mean {near[0]!r}?" if near else f"remove it; see the fields of {kind}"
+        yield Problem((key,), f"{describe_config(kind)} has no field {name!r}", fix=fix, nearest=tuple(near))
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem((key,), f"{flow(value)} is no number to train with", fix="write a finite number")
     elif wanted := unfit(kind, name, value=value):

@@ -12,6 +12,7 @@ from sftplay.data.layouts import (
     DEFAULT_OPTIONS,
     SHAPES,
     LayoutOptions,
+    check_order,
     find_lead,
     needed_text,
     optional,
@@ -21,7 +22,6 @@ from sftplay.data.layouts import (
     to_record,
 )
 from sftplay.data.records import Chat, Message, Source, Text
-from sftplay.data.turns import check_order
 from sftplay.errors import DataError
 
 ANSWER = "answer"  # the column of the right answer: that of the row, else the last assistant turn of the row

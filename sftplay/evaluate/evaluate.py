@@ -25,7 +25,6 @@ from sftplay.data.render.render import Renderer
 from sftplay.generate.generate import Generator, answer_all
 from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.model.recomputation import nothing_recomputed
-from sftplay.reward.table import missing_column
 
 
 def score_answers(
@@ -62,6 +61,11 @@ def score_by_rewards(
 
     A shipped reward that reads another column is left out, and that is said.
     """
+    if not cfg.rewards:
+        return {}
+    from sftplay.reward.reward_set import RewardSet  # brings the sandbox
+    from sftplay.reward.table import missing_column
+
     measured = []
     for reward in cfg.rewards:
         if missing := missing_column(reward, columns):
@@ -70,8 +74,6 @@ def score_by_rewards(
             measured.append(reward)
     if not measured:
         return {}
-    from sftplay.reward.reward_set import RewardSet  # brings the sandbox
-
     with RewardSet(cfg.model_copy(update={"rewards": measured})) as rewards:
         scored = rewards.score(answers, columns)
     for name, scores in scored.by_name.items():

@@ -5,7 +5,6 @@ It states what the run's files say. Everything else is stated as unknown.
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
 from sftplay.data.read import is_hub_name
+from sftplay.export.adapter_card import card_template
 from sftplay.export.adapter_names import FOR_ENGINES
 from sftplay.export.parity_table import HEAD
-
-TEMPLATES = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ def write_card(run: PublicRun, path: Path, *, gguf: Mapping[str, Any] | None = N
     rows = [[key, *(_format(run.figures[name].get(key)) for name in measurements)] for key in keys]
     known = {name: run.manifest.get(key) for name, key in (("sft-play", "kit"), ("commit", "git_commit"))}
     known |= {"python": run.manifest.get("python"), **run.manifest.get("machine", {}).get("libraries", {})}
-    text = _template("model_card.md").render(
+    text = card_template("model_card.md").render(
         run=run,
         gguf=gguf,
         gguf_rows=[
@@ -106,42 +103,7 @@ def update_card(path: Path, engines: Sequence[Sequence[str]]) -> None:
 
 
 def _engines(rows: Sequence[Sequence[str]]) -> str:
-    return _template("engines.md").render(head=HEAD, rows=rows)
-
-
-def write_adapter_card(path: Path, *, name: str, base: str | None) -> None:
-    """Write the card of a run's own adapter over PEFT's, which names folders of this machine.
-
-    `base` is the base's name on the hub, None for a local one.
-    """
-    front = ModelCardData(library_name="peft", tags=["sft-play"], base_model=base)
-    text = _template("adapter_card.md").render(name=name, base=base)
-    path.write_text(f"---\n{front.to_yaml()}\n---\n\n{text}", encoding="utf-8")
-
-
-def _template(name: str) -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
-    # A card is Markdown: autoescape would do too little there, and show as codes in a code block.
-    environment.filters |= {"text": as_text, "code": as_code}
-    return environment.get_template(name)
-
-
-def as_text(value: Any) -> str:
-    """Return a value as one line of plain Markdown text, without any tag, link, table cell or heading."""
-    return html.escape(re.sub(r"([\\`*\[\]|~$])", r"\\\1", _one_line(value)), quote=False)
-
-
-def as_code(value: Any) -> str:
-    """Return a value as a code span, with more backquotes than its longest run of them (CommonMark 0.31, 6.1)."""
-    text = _one_line(value)
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
-
-
-def _one_line(value: Any) -> str:
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in str(value)).split())
+    return card_template("engines.md").render(head=HEAD, rows=rows)
 
 
 def _describe_method(cfg: RunConfig) -> str:

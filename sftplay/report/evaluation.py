@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from sftplay.evaluate.comparison import ENOUGH_ROWS
 from sftplay.report.figures import (
     FEW_PROMPTS,
     as_number,
@@ -62,7 +61,7 @@ def evaluation_blocks(run: RunFiles) -> list[Block]:
     """Return figures before and after in one table, shares of them as bars, then those of other evaluations."""
     pairs = {name for name in run.evals if name in ("before", "after") or name.endswith(("-before", "-after"))}
     # Each of these has a table of its own.
-    elsewhere = ("hints", "diagnosis", "segments", "halting_q", "pass_at", "pass_at_partial")
+    elsewhere = ("hints", "diagnosis", "segments", "halting_q", "pass_at", "pass_at_partial", "calibration")
     rows, bars = [], []
     for prefix in sorted({name.removesuffix("after").removesuffix("before") for name in pairs})[:MOST_TABLES]:
         where = {"": "Held-out rows", "test-": "Test rows"}.get(prefix, prefix[:-1].replace("anchor-", "chats of "))
@@ -175,6 +174,8 @@ def find_remarks(run: RunFiles) -> Iterator[Remark]:
         text = "The tokenizer is another one after training: loss and perplexity per token do not compare"
         yield "note", f"{text}; bits per byte does."
     for name, row in mapping(perplexity.get("anchor")).items():
+        from sftplay.evaluate.comparison import ENOUGH_ROWS  # most runs have no anchors
+
         rise, rows = (as_number(mapping(row).get(key)) for key in ("forgetting_percent", "rows"))
         if rise is not None and 5.0 < rise < math.inf and (rows is None or rows >= ENOUGH_ROWS):
             text = f"Training has cost chat skills: the loss on {name} rose by {rise:.1f} %"

@@ -10,7 +10,7 @@ SHARES = (
     "exact_match", "rouge_l", "chrf", "accuracy", "exact_accuracy", "blank_accuracy", "mfu", "pass", "held_out_pass",
     "hidden_pass", "clipped_ratio", "acc_t1", "acc_t2", "acc_t2_empty", "acc_t2_static", "acc_t2_other_hint",
     "follows_hint", "changes_to_hint", "acc_t1_greedy", "acc_t2_greedy", "i2c", "c2i", "fix_rate", "break_rate",
-    "clip_share_t1", "clip_share_t2", "clip_share_guide",
+    "rewards/accuracies", "logp_accuracy", "clip_share_t1", "clip_share_t2", "clip_share_guide",
 )  # fmt: skip
 
 FEW_PROMPTS = 30
@@ -43,6 +43,16 @@ NAMES = {
     "zero_variance_share": "groups with equal rewards",
     "clipped_ratio": "completions that were cut off",
     "completion_tokens": "tokens of a completion",
+    "margin": "margin of the rewards",
+    "logp_accuracy": "chosen answer is likelier",
+    "rewards/accuracies": "pairs right",
+    "rewards/margins": "margin of the rewards",
+    **{
+        f"{figure}/{side}": f"{name}, {side}"
+        for figure, name in (("rewards", "reward"), ("logps", "log-probability"), ("tokens", "tokens"))
+        for side in ("chosen", "rejected")
+    },
+    "answer_tokens": "tokens of an own answer",
     "held_out_loss": "held-out loss",
     "rouge_l": "ROUGE-L",
     "chrf": "chrF",

@@ -6,19 +6,17 @@ import json
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from sftplay.config.resolved import RESOLVED
+from sftplay.config.data import DataConfig
+from sftplay.config.layers import RESOLVED
 from sftplay.data.layouts import LayoutOptions, read_layout_options
 from sftplay.data.prompts import to_prompt
 from sftplay.data.records import Chat, Message, Source, Text
 from sftplay.errors import ConfigError, DataError, ran_out_of_memory
 from sftplay.reward.table import RewardValues
-
-if TYPE_CHECKING:
-    from sftplay.config.data import DataConfig
 
 BATCH_TOKENS = {"cpu": 4_096, "cuda": 32_768}
 """Tokens that are scored at a time, padding included. Fewer where memory does not suffice."""

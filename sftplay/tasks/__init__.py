@@ -29,12 +29,13 @@ class TaskRow:
     turns: int = 0
     """Answers that the model gives to a prompt in training, scored by rewards; 0 where it learns from labels."""
 
+    compares_answers: bool = False  # it is measured on pairs of answers, by which one it finds likelier
     gives_score: bool = False  # the result scores answers and writes none
     reads_text: bool = True  # False where there is neither a tokenizer nor a pretrained model
     averages_itself: bool = False  # the task sends whole gradients itself, once a step
     splits_itself: bool = False  # the task splits its models over the processes itself, not accelerate
     measures_training_rows: bool = False  # where nothing is held out, it measures on the rows that it trains on
-    trl_config: str = "SFTConfig"  # TRL's config that takes `train.extra`
+    trl_config: str = "SFTConfig"  # TRL's config, or the Trainer's, that takes `train.extra`
     memory_head: str = ""
     """The way to take the head's log-probabilities, where `train.loss_head` does not say it (`plan.activations`)."""
 
@@ -70,8 +71,9 @@ class TaskRow:
 DOCUMENTS = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
 
 preference = partial(
-    TaskRow, "preference", section="preference", absent="compares no answers", headlines=(("accuracy", "Pairs right"),)
-)
+    TaskRow, "preference", section="preference", absent="compares no answers", compares_answers=True,
+    trl_config="TrainingArguments", headlines=(("accuracy", "Pairs right"),),
+)  # fmt: skip
 
 TASKS = {
     "sft": TaskRow("sft", title="Supervised fine-tuning"),

@@ -359,7 +359,7 @@ class ExactBatchMixin(StepTrainerMixin):
             self._accumulated_step, self.last_windows, self.last_loss = step, [], 0.0
         self.last_windows.append(inputs)
         only_source = {"source": torch.tensor(0)} if len(self.source_names) == 1 else {}
-        losses = [self._run_micro_batch(model, model_inputs(inputs) | only_source, n_items=n_items)]
+        losses = [self._run_micro_batch(model, self._select_inputs(inputs) | only_source, n_items=n_items)]
         self.last_loss = self.last_loss + losses[0][1].detach()
         self._count_losses(losses, n_items)
         return losses[0][1]

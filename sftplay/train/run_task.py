@@ -16,7 +16,7 @@ from sftplay import log
 from sftplay.atomic import whole_folder
 from sftplay.config.run import RunConfig
 from sftplay.errors import DataError
-from sftplay.export.model_card import write_adapter_card
+from sftplay.export.adapter_card import write_adapter_card
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_experts, describe_parameters, freeze_outside_text
 from sftplay.model.hub import fetch_weights

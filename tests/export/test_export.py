@@ -26,9 +26,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from sftplay.config.load import load_config
+from sftplay.export.adapter_card import write_adapter_card
 from sftplay.export.adapter_names import FOR_ENGINES
 from sftplay.export.export import Redactor, export, public_run
-from sftplay.export.model_card import write_adapter_card, write_card
+from sftplay.export.model_card import write_card
 
 SECRET = "hf_abcdefghijklmnopqrst"
 """Too short for the loader, which refuses whole tokens."""

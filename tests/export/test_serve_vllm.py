@@ -115,7 +115,8 @@ def answer_plainly(model: Any, tokenizer: Any, prompt: list[dict[str, str]]) -> 
     return Greedy(prompt_ids, ids, scores)
 
 
-@pytest.fixture(scope="module", params=["merged", "adapter"])
+# That vLLM answers with an adapter as PEFT does is held by parity's test of a running server, too.
+@pytest.fixture(scope="module", params=["merged", pytest.param("adapter", marks=pytest.mark.long)])
 def server(run: Finished, request: pytest.FixtureRequest) -> Iterator[Server]:
     """One start for all tests of merged weights, one for those of an adapter. The user's variables open nothing."""
     port, output, log_file = free_port(0), run.folder.path / "said.txt", run.folder.logs / "serve.log"

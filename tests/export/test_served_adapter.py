@@ -72,7 +72,7 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_vllm_python() is None, reason="needs .venv-vllm: make install-vllm")
-@pytest.mark.parametrize("exported", ["qwen3_5", "glm4"], indirect=True)
+@pytest.mark.parametrize("exported", ["qwen3_5", pytest.param("glm4", marks=pytest.mark.long)], indirect=True)
 def test_vllm_answers_as_the_trained_model_by_the_exported_names_only(exported: tuple[Path, Any]):
     folder, adapted = exported
     is_image_text = (folder / "base/config.json").read_text().count("vision_config") > 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from oracle.cases import recorded_cases
+from oracle.cases import Case, recorded_cases
 from oracle.record import installed_versions, read_record
 
 TOLERANCE = 1e-5
@@ -17,12 +19,27 @@ def test_the_record_holds_every_case_and_no_other():
     assert list(read_record()["traces"]) == [case.key for case in recorded_cases()]
 
 
-@pytest.mark.slow
-def test_every_third_recorded_trace_is_the_one_of_the_installed_libraries():
+def first_of_each_kind() -> list[Case]:
+    """One case for each pair of family and way of training, or of what it has in that place."""
+    kinds: dict[tuple[str, ...], Case] = {}
+    for case in recorded_cases():
+        kinds.setdefault(tuple(case.key.split()[:2]), case)
+    return list(kinds.values())
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        pytest.param(first_of_each_kind, marks=pytest.mark.slow),
+        pytest.param(recorded_cases, marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
+    ids=["one of each kind", "all"],
+)
+def test_recorded_traces_are_those_of_the_installed_libraries(choose: Callable[[], list[Case]]):
     from oracle.trace import trace_step
 
-    # What a library changes shows in many traces; `python -m oracle.record` traces all.
-    traced = {case.key: trace_step(case.config, case.settings).peaks_bytes for case in recorded_cases()[::3]}
+    # What a library changes shows in many traces.
+    traced = {case.key: trace_step(case.config, case.settings).peaks_bytes for case in choose()}
     known = read_record()["traces"]
     changed = {key: peaks for key, peaks in traced.items() if peaks != pytest.approx(known[key], rel=TOLERANCE)}
     recorded, installed = read_record()["versions"], installed_versions()

@@ -12,6 +12,7 @@ import pytest
 from out_of_memory import ROOT, hooked
 from processes import HANG_S
 from safetensors.torch import load_file
+from small_run import Inputs, write_small_run
 
 from sftplay.launch.run_folder import RunFolder
 
@@ -61,9 +62,23 @@ def check_same(run: Path, other: Path) -> None:
     assert moved > 1e-3  # it was trained at all: a B begins at zero
 
 
+MEASURED = {"train__eval_steps": 2, "eval__after": True, "eval__batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs, sftplay: Sftplay) -> Path:
+    """The run on two processes that no memory fails, measured on its way; what is measured changes no weight."""
+    home = tmp_path_factory.mktemp("undisturbed")
+    changes = {**ROWS, "run_name": "undisturbed", "train__batch_size": 8, **MEASURED}
+    done = sftplay("train", "--config", write_small_run(home, inputs, **changes), "--nproc", 2, **hooked(home, []))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same rows again" not in done.stdout
+    return home / "outputs" / "undisturbed"
+
+
 @pytest.mark.slow
 def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_rows(
-    write_config: Write, sftplay: Sftplay, tmp_path: Path
+    write_config: Write, sftplay: Sftplay, tmp_path: Path, undisturbed: Path
 ) -> None:
     runs = tmp_path / "outputs"
 
@@ -74,7 +89,6 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_r
         assert done.stdout.count("the same rows again") == len({step for _, step, _, _ in failures})
         return runs / name
 
-    undisturbed = run("undisturbed", [])
     # A window's two micro-batches become twice as many each time: its first, then one in the middle, then its last.
     for name, rank, wheres in (
         ("all", None, ("forward", "backward", "forward")),
@@ -124,18 +138,17 @@ def test_memory_that_runs_out_in_the_optimizer_restarts_the_run_from_its_last_ch
 
 
 @pytest.mark.slow
-def test_evaluation_that_runs_out_of_memory_shrinks_only_itself(write_config: Write, sftplay: Sftplay, tmp_path: Path):
-    changes = {**ROWS, "train__batch_size": 8, "train__eval_steps": 2, "eval__after": True, "eval__batch_size": 4}
-    runs = {}
-    for name, limit in (("plain", {}), ("short", {"OUT_OF_MEMORY_EVAL_ROWS": "2"})):
-        config = write_config(f"{name}.yaml", run_name=name, **changes)
-        done = sftplay("train", "--config", config, "--nproc", 2, **hooked(tmp_path, [], **limit), timeout=HANG_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-        runs[name] = (tmp_path / "outputs" / name, done.stdout)
-    (plain, _), (short, output) = runs["plain"], runs["short"]
+def test_evaluation_that_runs_out_of_memory_shrinks_only_itself(
+    write_config: Write, sftplay: Sftplay, tmp_path: Path, undisturbed: Path
+):
+    config = write_config("short.yaml", run_name="short", **ROWS, train__batch_size=8, **MEASURED)
+    options = hooked(tmp_path, [], OUT_OF_MEMORY_EVAL_ROWS="2")
+    done = sftplay("train", "--config", config, "--nproc", 2, **options, timeout=HANG_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain, short = undisturbed, tmp_path / "outputs" / "short"
     for what in ("the evaluation", "the held-out loss", "answering"):
-        assert f"out of memory in {what}: it goes on with" in output
-    assert "the same rows again" not in output
+        assert f"out of memory in {what}: it goes on with" in done.stdout
+    assert "the same rows again" not in done.stdout
     assert events(short) == []
     for measured in ("step-2.json", "step-4.json", "after.json"):
         figures, expected = (json.loads((run / "eval" / measured).read_text()) for run in (short, plain))
@@ -149,19 +162,18 @@ def test_evaluation_that_runs_out_of_memory_shrinks_only_itself(write_config: Wr
 @pytest.mark.contract
 @pytest.mark.slow
 def test_where_gradients_travel_within_the_last_micro_batch_the_run_restarts_with_smaller_micro_batches(
-    write_config: Write, sftplay: Sftplay, tmp_path: Path
+    write_config: Write, sftplay: Sftplay, tmp_path: Path, undisturbed: Path
 ):
     """As in full tuning on GPUs. The other rank waits for gradients that never come, and must not wait for ever."""
-    changes = {**ROWS, "train__save_steps": 2, "train__batch_size": 8}
-    runs = {}
-    for name, failures in (("undisturbed", []), ("restarted", [(1, 2, 1, "forward"), (1, 3, 4, "backward")])):
-        config = write_config(f"{name}.yaml", run_name=name, **changes)
-        options = hooked(tmp_path, failures, OUT_OF_MEMORY_OVERLAPS="1")
-        done = sftplay("train", "--config", config, "--nproc", 2, **options, timeout=HANG_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-        runs[name] = tmp_path / "outputs" / name
+    config = write_config(
+        "restarted.yaml", run_name="restarted", **{**ROWS, "train__save_steps": 2}, train__batch_size=8
+    )
+    options = hooked(tmp_path, [(1, 2, 1, "forward"), (1, 3, 4, "backward")], OUT_OF_MEMORY_OVERLAPS="1")
+    done = sftplay("train", "--config", config, "--nproc", 2, **options, timeout=HANG_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "outputs" / "restarted"
     assert "step 2: out of memory in forward on rank 1" in done.stdout
     assert "continues from its last checkpoint with 2 rows at a time instead of 8" in done.stdout
-    attempts = json.loads((runs["restarted"] / "status.json").read_text())["attempts"]
+    attempts = json.loads((run / "status.json").read_text())["attempts"]
     assert [each["from_step"] for each in attempts] == [0, 2]
-    check_same(runs["restarted"], runs["undisturbed"])
+    check_same(run, undisturbed)

@@ -18,7 +18,7 @@ SHAREGPT = ("conversations", "conversation", "dialogue")
 
 ROLES = ("system", "user", "human", "assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model", "tool", "function",
          "observation", "function_response", "tool_response", "ipython")  # fmt: skip
-"""Names of roles in chats that are known here (data/turns.py)."""
+"""Names of roles in chats that are known here (data/layouts.py)."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class DataSet:
     """One set of rows, and the answers for the leaves that describe it."""
 
     path: str
-    kind: str = "chat"  # chat or cpt
+    kind: str = "chat"  # chat, cpt or pairs
     format: str = "auto"
     columns: dict[str, str] = field(default_factory=dict)
     template: str = ""
@@ -96,11 +96,16 @@ def combine(sets: Sequence[DataSet]) -> tuple[dict[str, Any], str, bool]:
     columns = sets[0].columns if is_alike else {}
     values: dict[str, Any] = {}
     kinds = {one.kind for one in sets}
+    if "pairs" in kinds:
+        values = {"data.columns": sets[0].columns} if sets[0].columns else {}
+        values |= {"data.template": sets[0].template} if sets[0].template else {}
+        why = "pairs of several sets are not mixed: put them into one file" if len(sets) > 1 else ""
+        return {**values, "data.train_path": sets[0].path}, why, len(sets) > 1
     if kinds == {"cpt"}:
         values["task_mode"] = "cpt"
     elif len(sets) > 1:
         values["task_mode"] = "cpt_mixed"
-    formats = {one.format for one in sets if one.kind != "cpt"}
+    formats = {one.format for one in sets if one.kind == "chat"}
     if len(formats) == 1 and formats != {"auto"}:
         values["data.format"] = formats.pop()
     if columns:
@@ -177,6 +182,9 @@ def _axolotl_set(entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> Dat
         why = "is no file, folder or name of the hub: copy the files here, and name their folder"
         where = f"{prefix}.{named[0]}" if one.path != path else f"{prefix}.path"
         answers[where] = Answer("not_offered", "data.train_path", why)
+    if foreign.is_on("rl=dpo,ipo,kto,orpo,simpo") or foreign.is_on("reward_model"):
+        one.answers = answers | _axolotl_pairs(one, entry, prefix, foreign)
+        return one
     kind = entry.get("type") or ("pretrain" if prefix.startswith("pretraining_dataset") else None)
     if is_off(foreign.kit, "datasets.type", kind) and prefix.startswith("datasets"):
         why = "without a type its rows are token ids already, which are not read: give the texts"
@@ -212,6 +220,53 @@ def _axolotl_set(entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> Dat
         )
     one.answers = answers
     return one
+
+
+PAIR_FIELDS = ("prompt", "chosen", "rejected", "completion", "label", "messages", "system")
+
+
+def _axolotl_pairs(one: DataSet, entry: Mapping[str, Any], prefix: str, foreign: Foreign) -> dict[str, Answer]:
+    """The answers for a set of pairs, or of answers with a verdict; its columns are written where they have other
+    names."""
+    kind, answers = entry.get("type"), {}
+    one.kind = "pairs"
+    fields = {f"{prefix}.{name}": (name, entry[name]) for name in entry if name.startswith("field_")}
+    if isinstance(kind, dict):
+        fields |= {f"{prefix}.type.{name}": (name, value) for name, value in kind.items()}
+    else:
+        text, known = str(kind or ""), foreign.kit.rows["pairs"]
+        form, _, name = text.rpartition(".")
+        columns = known.get(text, known.get(name))
+        if columns is None:
+            why = "how these rows are laid out is not known here: name their columns in data.columns"
+            answers[f"{prefix}.type"] = Answer("not_offered", None, why)
+        else:
+            kto = foreign.is_on("rl=kto")
+            one.columns |= {key: column for key, column in columns.items() if not kto or key == "prompt"}
+            own = "" if form in ("chatml", "chat_template", "bradley_terry", "passthrough") else form
+            one.template = "chatml" if form == "chatml" else ""
+            why = f"axolotl writes the prompt of {own} around these rows: here the chat template does" if own else ""
+            became = "data.columns" if one.columns else "data.template" if one.template else None
+            verdict: Verdict = "translated" if became or own else "no_effect"
+            why = why or ("" if became else "the columns have their own names")
+            answers[f"{prefix}.type"] = Answer(verdict, became, why, differs=bool(own))
+    for at, (name, value) in fields.items():
+        field_name = name.removeprefix("field_")
+        if name.startswith("field_") and field_name in PAIR_FIELDS and value:
+            one.columns |= {field_name: str(value)} if value != field_name else {}
+            answers[at] = Answer("translated", "data.columns")
+        elif name.endswith("_format") and value in (None, "", f"{{{name.removesuffix('_format')}}}"):
+            answers[at] = Answer("no_effect", None, "the text as it is, as here")
+        else:
+            why = "a prompt of your own is a Jinja file here: name it with data.template"
+            answers[at] = Answer("not_offered", None, why)
+    for name in ("message_property_mappings", "roles"):
+        inner = entry.get(name)
+        for key in inner if isinstance(inner, dict) else ():
+            answers[f"{prefix}.{name}.{key}"] = Answer(
+                "no_effect", None, "roles and their keys are found by their names"
+            )
+    return answers
 
 
 def _axolotl_type(one: DataSet, kind: Any, prefix: str, foreign: Foreign) -> dict[str, Answer]:
@@ -292,10 +347,9 @@ def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: 
     if info is None and str(foreign.get("dataset_dir")).upper() == "ONLINE":
         info = {"hf_hub_url": name}
     if info is None:
-        for what, mode in (("images", "multimodal"), ("pairs", "dpo")):
-            if name in rows.get(what, "").split():
-                why = rows[f"why_{what}"]
-                return DataSet(name, answers={name: Answer("not_offered", "task_mode", why, {"task_mode": mode}, True)})
+        if name in rows.get("images", "").split():
+            answer = Answer("not_offered", "task_mode", rows["why_images"], {"task_mode": "multimodal"}, True)
+            return DataSet(name, answers={name: answer})
         for entry in rows.get("shipped", ()) if not str(foreign.get("dataset_dir")).startswith("REMOTE:") else ():
             if place := entry["sets"].get(name):
                 info = {**entry, ("file_name" if "/" not in place and "." in place else "hf_hub_url"): place}
@@ -303,16 +357,18 @@ def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: 
         why = f"what {name} is stands in dataset_info.json, which is not here: write the path of its file"
         return DataSet(str(root / f"{name}.json"), answers={name: Answer("not_offered", "data.train_path", why)})
     columns, tags = (info[key] if isinstance(info.get(key), dict) else {} for key in ("columns", "tags"))
-    if info.get("ranking") or {"chosen", "rejected", "kto_tag"} & set(columns):
-        answer = Answer("not_offered", "task_mode", rows["why_pairs"], {"task_mode": "dpo"}, True)
-        return DataSet(name, answers={name: answer})
     if {"images", "videos", "audios"} & set(columns):
         answer = Answer("not_offered", "task_mode", rows["why_images"], {"task_mode": "multimodal"}, True)
         return DataSet(name, answers={name: answer})
     local, hub = info.get("file_name"), info.get("hf_hub_url")
     one = DataSet(str(root / local) if local else str(hub or info.get("ms_hub_url") or name))
     notes = []
-    if foreign.get("stage") == "pt":
+    if info.get("ranking") or {"chosen", "rejected", "kto_tag"} & set(columns):
+        ours = {"query": "input", "messages": "conversations", "kto_tag": "label", "response": "completion"}
+        ours["prompt"] = "instruction" if "query" in columns else "prompt"
+        one.kind = "pairs"
+        one.columns = {ours.get(key, key): column for key, column in columns.items() if ours.get(key, key) != column}
+    elif foreign.get("stage") == "pt":
         one.kind = "cpt"
         column = columns.get("prompt")
         one.columns = {"text": column} if column and column != "text" else {}
@@ -394,8 +450,8 @@ def _trl_set(entry: Mapping[str, Any], prefix: str) -> DataSet:
         elif inner in ("fraction", "weight"):
             answers[at] = _whole(value)
         elif inner == "columns" and isinstance(columns, list) and ("chosen" in columns or "rejected" in columns):
-            why = "learning from preferences (dpo, kto, orpo) comes in a later release"
-            answers[at] = Answer("not_offered", "task_mode", why, {"task_mode": "dpo"}, True)
+            one.kind = "pairs"
+            answers[at] = Answer("no_effect", None, "the columns of a row are found by their names")
         elif inner == "columns":
             answers[at] = Answer("no_effect", None, "the columns of a row are found by their names")
         else:

@@ -69,13 +69,41 @@ def convert_number_format(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_sampling(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """A key of sampling and rewards: the file is of task_mode grpo. `is`: what the key is else, a rule or a key here.
-    `only`: such a file has one of these keys; any other file with this key is of the kind `mode`, which is refused."""
-    if "only" in rule and not any(foreign.is_on(lead) for lead in rule["only"].split()):
-        return Answer("not_offered", "task_mode", rule["otherwise"], {"task_mode": rule["mode"]}, refuses=True)
+    """A key of sampling and rewards: the file is of task_mode grpo. `is`: what the key is else, a rule or a key."""
     inner = rule["is"] if isinstance(rule["is"], dict) else {"to": rule["is"]}
     found = follow(leaf, inner, foreign)
     return found if found.refuses else replace(found, values={**found.values, "task_mode": "grpo"})
+
+
+def convert_pairs(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A key of learning from preferences, where no key of the file names the kind of training. `is`: what the key is
+    else, a rule or a key here; `modes`: lead -> the kind of training, of the first one that is on."""
+    inner = rule["is"] if isinstance(rule["is"], dict) else {"to": rule["is"]}
+    mode = next(mode for lead, mode in rule["modes"].items() if not lead or foreign.is_on(lead))
+    found = follow(leaf, inner, foreign)
+    return replace(found, values={**found.values, "task_mode": mode})
+
+
+def convert_pair_loss(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """The loss of pairs, by its name or in a list. Some losses are kinds of training here; with `mode` the loss alone
+    says which. `values`: losses that are none of pairs."""
+    losses = [str(loss) for loss in (leaf.value if isinstance(leaf.value, list) else [leaf.value])]
+    if not losses or losses[0] in rule.get("values", ()):
+        return Answer("translated", "task_mode", rule.get("why", ""))
+    kinds = {"ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
+    mode = kinds.get(losses[0], "dpo")
+    known = len(losses) == 1 and (mode != "dpo" or losses[0] in ("sigmoid", "hinge", "robust"))
+    values = {"task_mode": mode} if rule.get("mode") else {}
+    if mode == "dpo":
+        values = {rule["to"]: losses[0] if losses[0] in ("sigmoid", "hinge", "robust") else "sigmoid", **values}
+    if not known:
+        why = (
+            "one loss is minimised: the first" if len(losses) > 1 else "this loss is not offered; sigmoid comes nearest"
+        )
+        return Answer("not_offered", next(iter(values), None), why, values)
+    if not values:
+        return Answer("no_effect", None, f"task_mode {mode} has this loss")
+    return Answer("translated", next(iter(values)), "", values)
 
 
 def convert_vllm(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -235,6 +263,8 @@ CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
     "either": convert_either,
     "number_format": convert_number_format,
     "sampling": convert_sampling,
+    "pairs": convert_pairs,
+    "pair_loss": convert_pair_loss,
     "vllm": convert_vllm,
     "known_rewards": convert_known_rewards,
     "completion": convert_completion,

@@ -144,6 +144,7 @@ class Foreign(NamedTuple):
         """Return whether the leading key of `parts` is on."""
         key, _, wanted = lead.partition("=")
         value = self.get(key)
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
         return str(value) in wanted.split(",") if wanted else not is_off(self.kit, key, value)
 
     @property

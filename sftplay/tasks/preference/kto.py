@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sftplay.config.run import RunConfig
-from sftplay.tasks.preference.losses import find_beta
+from sftplay.tasks.preference.spec import find_beta
 
 
 def kto_losses(cfg: RunConfig, ratios: Tensor, desirable: Tensor, *, reference_point: float | Tensor) -> Tensor:

@@ -168,10 +168,10 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
     needs_margin = cfg.task.section == "reward_model" and cfg.reward_model.margin
     options = PairOptions(
         read_layout_options(data), cfg.model.max_seq_len, data.too_long,
-        takes_answers=takes_answers, is_plain=is_plain, needs_margin=needs_margin,
+        takes_answers=takes_answers, is_plain=is_plain, needs_margin=needs_margin, keeps_end=cfg.task.gives_score,
     )  # fmt: skip
     parts = describe_rows(data, inputs, guarded=guarded, digests=digests, recipe=renderer.recipe())
-    parts |= {"kind": ["pairs", VERSION], "options": [takes_answers, is_plain, needs_margin]}
+    parts |= {"kind": ["pairs", VERSION], "options": [takes_answers, is_plain, needs_margin, cfg.task.gives_score]}
     folder = Path(data.processed_dir) / fingerprint(parts | {"max_seq_len": cfg.model.max_seq_len})
 
     def write_rows(unfinished: Path) -> None:

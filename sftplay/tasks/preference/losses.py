@@ -11,17 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from sftplay.config.run import RunConfig
-
-DEFAULT_BETA = {"simpo": 2.0}
-"""task mode -> beta of its paper; 0.1 in the others."""
-
-USES_REFERENCE = ("dpo", "ipo", "kto")
-
-
-def find_beta(cfg: RunConfig) -> float:
-    """Return `preference.beta`, or where it is None what the task's paper uses."""
-    given = cfg.preference.beta
-    return DEFAULT_BETA.get(cfg.task_mode, 0.1) if given is None else given
+from sftplay.tasks.preference.spec import REFERRING, find_beta
 
 
 def pair_losses(cfg: RunConfig, logps: Tensor, tokens: Tensor, reference: Tensor | None) -> Tensor:
@@ -45,7 +35,7 @@ def pair_losses(cfg: RunConfig, logps: Tensor, tokens: Tensor, reference: Tensor
 
 def compute_rewards(cfg: RunConfig, logps: Tensor, tokens: Tensor, reference: Tensor | None) -> Tensor:
     """Compute the rewards that a run reports, [pairs, 2]: beta h(y), in orpo and simpo beta log p(y) / |y|."""
-    if cfg.task_mode in USES_REFERENCE:
+    if cfg.task_mode in REFERRING:
         return find_beta(cfg) * (logps if reference is None else logps - reference)
     return find_beta(cfg) * logps / tokens
 

@@ -14,17 +14,19 @@ from sftplay.data.files import RowFields, describe_type, expect_list, expect_tex
 from sftplay.data.layouts import (
     SHAPES,
     LayoutOptions,
+    check_order,
     find_lead,
     needed_text,
+    openai_turns,
     optional,
     picked,
     read_tools,
     rename_columns,
+    sharegpt_turns,
     tie_results,
     to_record,
 )
 from sftplay.data.records import Chat, Message, Role, Source
-from sftplay.data.turns import check_order, openai_turns, sharegpt_turns
 from sftplay.errors import DataError
 
 CHOSEN, REJECTED = ("chosen",), ("rejected",)

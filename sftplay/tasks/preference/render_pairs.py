@@ -36,6 +36,7 @@ class PairOptions(RowOptions):
     takes_answers: bool = False  # task mode kto: an answer is a row, and a pair becomes two
     is_plain: bool = False  # there is no chat template, and texts are continued
     needs_margin: bool = False
+    keeps_end: bool = False  # what the template writes behind the last end token stays: plain transformers scores it
 
 
 @dataclass(slots=True)
@@ -131,7 +132,7 @@ class PairProcessor(RowProcessor):
         groups: list[list[Rendered]] = [[] for _ in records]
         for example in self._renderer.render(records, self._options.max_tokens):
             groups[example.record_index].append(example)
-        found = iter([_only_example(group) for group in groups])
+        found = iter([_only_example(group, keeps_end=self._options.keeps_end) for group in groups])
         return [[next(found) for _ in pair.sides] for pair in pairs]
 
     def _render_texts(self, pairs: Sequence[Pair]) -> list[list[Rendered]]:
@@ -266,10 +267,10 @@ def _hash64(word: str, keys: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(json.dumps([word, *keys]).encode()).digest()[:8], "big")
 
 
-def _only_example(group: Sequence[Rendered]) -> Rendered:
+def _only_example(group: Sequence[Rendered], *, keeps_end: bool) -> Rendered:
     """Return the one example of a side. Where the template rewrites earlier turns it has several, and no pair."""
     if len(group) == 1 or group[0].problem:
-        return _up_to_last_label(group[0])
+        return group[0] if keeps_end else _up_to_last_label(group[0])
     what = "has an answer of several turns, and the template writes an earlier turn otherwise once others follow"
     return Rendered([], [], group[0].record_index, what)
 

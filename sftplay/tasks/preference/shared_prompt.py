@@ -72,17 +72,17 @@ def completion_logps(model: Any, batch: Batch, *, shares: bool, sides: Sides = "
     is_first = torch.arange(is_label.shape[1], device=is_label.device) < first_end
     tokens = torch.stack([(is_label & is_first).sum(1), (is_label & ~is_first).sum(1)], dim=1)
     if shares and sides == "both":
-        logps = label_logps(model, _join(batch, find_attention(unwrap(model))))
+        logps = label_logps(model, join_sides(batch, find_attention(unwrap(model))))
         return CompletionLogps(torch.stack([(logps * is_first).sum(1), (logps * ~is_first).sum(1)], dim=1), tokens)
     wanted = [True, False] if sides == "first" else [False, True] if sides == "second" else [True, True]
-    found = iter(label_logps(model, _part(batch, wanted)).sum(1).chunk(sum(wanted)))
+    found = iter(label_logps(model, split_sides(batch, wanted)).sum(1).chunk(sum(wanted)))
     columns = [next(found) if is_wanted else None for is_wanted in wanted]
     nothing = torch.zeros_like(next(column for column in columns if column is not None))
     sums = torch.stack([nothing if column is None else column for column in columns], dim=1)
     return CompletionLogps(sums, tokens * torch.tensor(wanted, device=tokens.device))
 
 
-def _join(batch: Batch, attention: str) -> ScoredRows:
+def join_sides(batch: Batch, attention: str) -> ScoredRows:
     """Return a row for each pair: both completions continue the prompt, and none sees the other."""
     ids, prompt, first = batch["input_ids"], batch["prompt_tokens"][:, None], batch["chosen_tokens"][:, None]
     lengths = batch["attention_mask"].sum(1)[:, None]
@@ -104,7 +104,7 @@ def _join(batch: Batch, attention: str) -> ScoredRows:
     return ScoredRows(inputs, batch["labels"], before.clamp(min=0))
 
 
-def _part(batch: Batch, wanted: Sequence[bool]) -> ScoredRows:
+def split_sides(batch: Batch, wanted: Sequence[bool]) -> ScoredRows:
     """Return a padded row for each wanted side of each pair: all first ones, then all second ones."""
     prompt, first = batch["prompt_tokens"][:, None], batch["chosen_tokens"][:, None]
     total = batch["attention_mask"].sum(1)[:, None]

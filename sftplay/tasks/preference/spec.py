@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from sftplay.config.keys import keys_in
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Problem, TaskSpec
-from sftplay.errors import nearest_names
+from sftplay.errors import ConfigError, nearest_names
 
 LOSS, SMOOTHING, REFERENCE = "preference.loss", "preference.label_smoothing", "preference.reference"
 
@@ -41,6 +43,46 @@ def uses_reference(cfg: RunConfig) -> bool:
 def find_beta(cfg: RunConfig) -> float:
     """Return `preference.beta`, or what its paper uses."""
     return cfg.preference.beta or USUAL_BETA[cfg.task_mode]
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """The model that `preference.reference` names: a base, and an adapter on it where it has one."""
+
+    name: str
+    revision: str | None = None
+    adapter: Path | None = None
+
+
+def find_reference_model(cfg: RunConfig) -> ReferenceModel:
+    """Find the model of a reference that is a path or a name: of a folder, a finished run, or a model on the hub.
+
+    Raises:
+        ConfigError: there is no such model, or the run has no result yet.
+    """
+    from sftplay.config.layers import RESOLVED
+    from sftplay.launch.run_folder import RunFolder
+    from sftplay.model.source import ADAPTER_CONFIG, check_source
+    from sftplay.model.start_point import find_adapter_base
+
+    name, where = cfg.preference.reference, f"{cfg.origins.get(REFERENCE, 'default')} {REFERENCE}"
+    run = Path(cfg.output_dir) / name
+    folder = Path(name)
+    if not folder.is_dir() and "/" not in name and (run / RESOLVED).is_file():
+        folder = run
+    if (folder / RESOLVED).is_file():
+        result = RunFolder(folder).result
+        if result is None:
+            fix = "finish it with `make resume`, or name a run that is finished"
+            raise ConfigError(f"the run {folder} has no result yet", where=where, fix=fix)
+        folder = result
+    if (folder / ADAPTER_CONFIG).is_file():
+        base, revision = find_adapter_base(folder)
+        return ReferenceModel(base, revision, folder)
+    if folder.is_dir():
+        name = str(folder)
+    check_source(name, where, allow_pickle=cfg.model.allow_pickle)
+    return ReferenceModel(name)
 
 
 class PreferenceSpec(TaskSpec):

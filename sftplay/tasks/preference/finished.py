@@ -1,0 +1,62 @@
+"""Measure a finished run on pairs: the model that it started from, and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sftplay.config.run import RunConfig
+from sftplay.errors import DataError
+from sftplay.evaluate.evaluate import ready_to_answer
+from sftplay.launch.run_folder import RunFolder
+from sftplay.model.load import load_result, load_untrained
+from sftplay.model.tokenizer import load_tokenizer
+from sftplay.runs.finished_run import stored_template
+from sftplay.tasks.preference import load_pairs
+from sftplay.tasks.preference.measuring import figures_table, measure, read_held_out
+from sftplay.tasks.preference.reference import FILE, ReferenceKind, compute_logps, find_shares, open_reference
+from sftplay.tasks.preference.spec import uses_reference
+
+
+def measure_finished(
+    cfg: RunConfig, folder: RunFolder, *, split: str, paths: Mapping[str, Path]
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Measure the held-out pairs, or with split `test` those of data.test_path; write the figures of `before` and
+    `after` to `paths`. Return them, and their table.
+
+    Raise DataError where nothing is held out.
+    """
+    tokenizer = load_tokenizer(cfg.model, str(folder.result))
+    template = stored_template(tokenizer, folder)
+    if split == "test":
+        test = str(cfg.data.test_path)
+        pairs = load_pairs.load_held_out(cfg, tokenizer, path=test, renderer_template=template)
+    else:
+        pairs = load_pairs.load(cfg, tokenizer, renderer_template=template)
+    if not pairs.held_out:
+        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
+    reference = _find_reference(cfg, folder, pairs)
+    figures = {}
+    for side, path in paths.items():  # one model at a time
+        load = load_untrained if side == "before" else load_result
+        figures[side] = measure(load(cfg, folder.path), pairs, cfg=cfg, path=path, reference=reference)
+    return figures, figures_table(figures)
+
+
+def _find_reference(cfg: RunConfig, folder: RunFolder, pairs: load_pairs.Pairs) -> Tensor | None:
+    """The reference's log-probabilities of the held-out rows: those that the run has kept, else computed again."""
+    kept = folder.path / FILE
+    if not uses_reference(cfg):
+        return None
+    if kept.is_file() and (found := read_held_out(kept, pairs)) is not None:
+        return found
+    kind = ReferenceKind.find(cfg).name
+    model = open_reference(cfg) if kind == "path" else load_untrained(cfg, folder.path)
+    is_off = kind == "base" and hasattr(model, "disable_adapter")
+    settings = {"pad_token_id": pairs.renderer.tokenizer.pad_token_id, "batch_size": cfg.eval.batch_size}
+    with ready_to_answer(model, cfg), model.disable_adapter() if is_off else nullcontext():
+        return compute_logps(model, pairs.held_out, shares=find_shares(cfg, model), **settings).sums

@@ -1,0 +1,60 @@
+"""The reward model: a score for answers, learned from pairs of which one was chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trl import RewardConfig
+
+from sftplay.config.run import RunConfig
+from sftplay.reward.model_reward import find_score_model, open_score_model
+from sftplay.tasks.preference.shared_prompt import PairCollator
+from sftplay.tasks.preference.task import load_rows, report_rows
+from sftplay.tasks.reward_model import measuring
+from sftplay.tasks.reward_model.score_head import to_score_model
+from sftplay.tasks.reward_model.trainer import RewardModelTrainer
+from sftplay.train.task import Rows, TrainerParts
+from sftplay.train.upstream import on_one_gpu
+
+__all__ = ["build_trainer", "load_result", "load_rows", "measure", "report_rows", "reshape_model"]
+
+
+def reshape_model(model: Any, tokenizer: Any, *, cfg: RunConfig) -> Any:
+    """Return a model with a new head of one score on the weights of the causal `model`.
+
+    Raises:
+        ConfigError: transformers has no class for it.
+    """
+    return to_score_model(model, pad_token_id=tokenizer.pad_token_id, seed=cfg.seed)
+
+
+def load_result(cfg: RunConfig, path: Path) -> Any:
+    """Open the result in a run's folder."""
+    model, _ = open_score_model(find_score_model(str(path), cfg.output_dir))
+    return model
+
+
+def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
+    """Measure how many held-out pairs are in the right order, and how sure the model may be."""
+    measuring.measure(model, rows.source, cfg=cfg, path=path)
+
+
+def build_trainer(parts: TrainerParts) -> RewardModelTrainer:
+    """Build the trainer for rows of pairs."""
+    config = RewardConfig(**parts.arguments)
+    pairs = parts.rows.source
+    callbacks = (
+        [measuring.EvaluateScores(parts.cfg, pairs, folder=parts.folder.eval)] if parts.held_out is not None else []
+    )
+    return RewardModelTrainer(
+        parts.step,
+        cfg=parts.cfg,
+        model=parts.model,
+        processing_class=parts.tokenizer,
+        args=on_one_gpu(config),
+        train_dataset=parts.train,
+        eval_dataset=parts.held_out,
+        data_collator=PairCollator(parts.tokenizer.pad_token_id),
+        callbacks=[*parts.callbacks, *callbacks],
+    )
