@@ -187,6 +187,7 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
     for source in (report, *report["sources"].values()):
         source["refused_rows"] = str(folder / REFUSED)
     report |= {"fingerprint": folder.name, "files": digests}
+    report["notes"] += weights_notes(cfg, report["preference"])
     rows = {
         name: Dataset.from_file(str(folder / f"{name}.arrow")) for side in SIDES for name in (side, f"{side}_texts")
     }
@@ -198,6 +199,24 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         fingerprint=folder.name,
         texts={side: rows[f"{side}_texts"] for side in SIDES},
     )
+
+
+def weights_notes(cfg: RunConfig, figures: Mapping[str, Any]) -> list[str]:
+    """Return what to write where wanted and unwanted answers do not weigh what kto's paper advises.
+
+    n_D weight_D / (n_U weight_U) shall lie between 1 and 4/3 (Ethayarajh 2024, section 4.2).
+    """
+    wanted, unwanted = figures.get("desirable", 0), figures.get("undesirable", 0)
+    if not (wanted and unwanted):
+        return []
+    weights = cfg.preference
+    ratio = wanted * weights.desirable_weight / (unwanted * weights.undesirable_weight)
+    if 0.999 <= ratio <= 1.334:
+        return []
+    advice = f"desirable_weight: {weights.desirable_weight / ratio:.3g}"
+    if ratio > 1:
+        advice = f"undesirable_weight: {weights.undesirable_weight * ratio:.3g}"
+    return [f"wanted answers weigh {ratio:.2f} times the others; 1 to 1.33 is advised: preference.{advice}"]
 
 
 def sample_pairs(cfg: RunConfig, path: str, *, is_plain: bool) -> list[Pair]:
@@ -270,6 +289,7 @@ class PairPreparation(Preparation):
             is_swapped = outcome.swapped in self._seen[side]
             self._seen[side].add(outcome.keys.normal)
             gate.swapped += is_swapped
+            gate.white_space_only += outcome.facts is not None and outcome.facts.is_white_space_only
             if outcome.dropped == EQUAL or (is_swapped and self._data.duplicates == "drop"):
                 gate.equal += outcome.dropped == EQUAL
                 reason = outcome.dropped or "opposite_of_an_earlier_one"

@@ -176,12 +176,12 @@ class PairProcessor(RowProcessor):
         if any(first == len(side.labels) for first, side in zip(firsts, rendered, strict=True)):
             outcome.dropped = "no_trainable_token"
             return
+        outcome.facts = read_facts(pair, [len(side.input_ids) - min(firsts) for side in rendered])
         if len(rendered) == 2 and rendered[0].input_ids == rendered[1].input_ids:
             outcome.dropped = EQUAL
             return
         asked = self._prompt_ids(pair)
         outcome.is_joined = any(side.input_ids[:first] != asked for side, first in zip(rendered, firsts, strict=True))
-        outcome.facts = read_facts(pair, [len(side.input_ids) - min(firsts) for side in rendered])
         self._add_examples(sides, firsts=firsts, is_cut=is_cut)
 
     def _add_examples(self, sides: _Sides, *, firsts: Sequence[int], is_cut: bool) -> None:
