@@ -105,7 +105,7 @@ def test_at_most_one_in_a_hundred_keys_of_the_real_configs_is_unknown(real):
 @needs_collection
 @pytest.mark.slow
 def test_nearly_all_real_configs_of_text_that_can_train_here_plan_unedited(tmp_path, capsys):
-    """The others name pictures, preferences, or nothing to train on. That only the hub knows a model's shape counts."""
+    """The others name pictures, or nothing to train on. That only the hub knows a model's shape counts."""
     planned, causes = 0, Counter[str]()
     for path in REAL:
         made = import_config(path, nproc=8)
