@@ -35,7 +35,9 @@ def read(folder: str, file: str) -> list[dict[str, Any]]:
     return [row | dict(zip(("question", "answer"), texts)) for row, texts in zip(rows, turns, strict=True)]
 
 
-@pytest.mark.parametrize("folder", ["counted_things", "mistaken_words", "one_liners", "small_programs", "step_sums", "word_problems"])
+@pytest.mark.parametrize(
+    "folder", ["counted_things", "mistaken_words", "one_liners", "small_programs", "step_sums", "word_problems"]
+)
 def test_the_files_are_what_the_generator_writes(folder: str):
     for file, text in load_generator(folder).files().items():
         assert (DATA / folder / file).read_text("utf-8") == text, file

@@ -20,6 +20,7 @@ import torch
 from hrm_keys import OF_HRM
 from in_process import Finished, Inputs, built, sized, written_config
 from patience import PATIENT_BOX
+from preference_keys import OF_PREFERENCE, OF_REWARD_MODEL
 from processes import HANG_S
 from score_keys import OF_SCORE
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -630,6 +631,8 @@ TABLE: dict[str, Check] = {
     **{f"grpo.{key}": check for key, check in OF_GRPO.items()},
     **{f"score.{key}": check for key, check in OF_SCORE.items()},
     **{f"hrm.{key}": check for key, check in OF_HRM.items()},
+    **{f"preference.{key}": check for key, check in OF_PREFERENCE.items()},
+    **{f"reward_model.{key}": check for key, check in OF_REWARD_MODEL.items()},
     "run_name": check_place,
     "output_dir": check_place,
     "seed": check_seed,

@@ -53,7 +53,7 @@ def evaluate(args: Namespace) -> int:
     elif cfg.task.compares_answers:
         sides = ("before", "after") if measure.has_base else ("after",)
         paths = {side: folder.eval / f"{measure.prefix}{side}.json" for side in sides}
-        figures, table = cfg.task.finished.measure_finished(cfg, folder, split=measure.split, paths=paths)
+        figures, table = _measure_pairs(cfg, folder, split=measure.split, paths=paths)
     elif cfg.learns_documents:
         figures, table = _measure_sources(cfg, folder, measure=measure)
     else:
@@ -124,6 +124,15 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[di
             form = "12" if key == "n" else "12.4f"
             lines.append(f"{key:{width}}" + "".join(f"{side.get(key, nan):{form}}" for side in figures.values()))
     return figures, "\n".join(lines)
+
+
+def _measure_pairs(cfg: RunConfig, folder: RunFolder, **named: Any) -> tuple[dict[str, dict[str, Any]], str]:
+    from sftplay.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(cfg.model, str(folder.result))
+    named |= {"tokenizer": tokenizer, "template": stored_template(tokenizer, folder)}
+    measured: tuple[dict[str, dict[str, Any]], str] = cfg.task.finished.measure_finished(cfg, folder, **named)
+    return measured
 
 
 def _expect_held_out(rows: Any) -> None:

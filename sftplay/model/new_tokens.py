@@ -77,11 +77,12 @@ def read_training_texts(cfg: RunConfig) -> list[str]:
     """Return the first `READ_CHARACTERS` of the rows, without held-out and unreadable ones."""
     path, held_out = find_text_source(cfg)
     reading, texts, left = read_layout_options(cfg.data), [], READ_CHARACTERS
+    part = cfg.task.part("rows")
     for place, row in read_rows(path, read_dialect(cfg.data)):
         if isinstance(row, Refused):
             continue
         try:
-            record = to_record(row, place, reading=reading)
+            record = part.read_record(row, place, cfg=cfg) if part else to_record(row, place, reading=reading)
         except DataError:  # the pass over all rows reports it
             continue
         if is_held_out(compute_keys(record), held_out):

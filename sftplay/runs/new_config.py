@@ -10,8 +10,9 @@ import shlex
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: 
     sides = {} if "data.train_path" in values.given else find_sides(data)
     for key, path in sides.items():
         values.set(key, path, why=f"by its name in {data}")
+    if "task_mode" not in values.given and (found := find_task(values.cfg)):
+        values.set("task_mode", found[0], why=found[1])
+        values.set("train.epochs", 1.0, why="answers are learned by heart soon")
     survey = survey_rows(values.cfg)
     n_rows = len(survey.records)
     values.set("data.train_path", sides.get("data.train_path", data), why=f"layout {' and '.join(survey.layouts)}")
@@ -229,6 +233,24 @@ class Survey:
     """No rows follow those that were looked at."""
 
 
+def find_task(cfg: RunConfig) -> tuple[str, str] | None:
+    """Return the task that most of the first rows are for, and why, where that is not fine-tuning."""
+    rows = [row for _, row in islice(read_rows(cfg.rows_path, read_dialect(cfg.data)), SURVEYED_ROWS)]
+    columns = Counter(
+        task
+        for row in rows
+        if not isinstance(row, Refused)
+        for task, names in TASK_COLUMNS.items()
+        if all(row.get(name) is not None for name in names)
+    )
+    task, count = columns.most_common(1)[0] if columns else ("", 0)
+    return (task, f"rows have {listed(TASK_COLUMNS[task])}; see docs/preferences.md") if 2 * count > len(rows) else None
+
+
+TASK_COLUMNS = {"dpo": ("chosen", "rejected"), "kto": ("prompt", "completion", "label")}
+"""Task -> columns by which its rows are known."""
+
+
 def survey_rows(cfg: RunConfig) -> Survey:
     """Return the survey of `data.train_path`, read as the section `data` says. Raise DataError where the file cannot be
     read, has no rows, or the layout of most of its rows cannot be found.
@@ -238,13 +260,17 @@ def survey_rows(cfg: RunConfig) -> Survey:
     surveyed = rows[:SURVEYED_ROWS]
     if not surveyed:
         raise DataError("has no rows", where=path, fix="name a file with at least one row")
-    reading, columns = read_layout_options(cfg.data), {}
+    reading, columns, part = read_layout_options(cfg.data), {}, cfg.task.part("rows")
     objects = [row for _, row in surveyed if not isinstance(row, Refused)]
     known = sum(detect_layout(row) is not None for row in objects)
-    if reading.format == "auto" and not reading.columns and 2 * known < len(objects):
+    if not part and reading.format == "auto" and not reading.columns and 2 * known < len(objects):
         columns = _guess_columns(objects, path)
         reading = replace(reading, columns=tuple(columns.items()))
-    records, refused, layouts = _read(surveyed, reading)
+    if part:
+        records, refused, layouts = _read(surveyed, partial(part.read_record, cfg=cfg), name=lambda _: "of pairs")
+    else:
+        read_row = partial(to_record, reading=reading)
+        records, refused, layouts = _read(surveyed, read_row, name=partial(_name_layout, reading=reading))
     if 2 * len(refused) > len(surveyed):  # the file is not what it was taken for
         reasons = "".join(f"\n  {reason}" for reason in refused[:3])
         what = f"{len(refused):,} of its first {len(surveyed):,} rows cannot be read{reasons}"
@@ -274,23 +300,28 @@ def _guess_columns(rows: Sequence[Mapping[str, Any]], path: str) -> dict[str, st
     raise DataError(f"no layout is known for its columns {listed(names)}", where=path, fix=fix)
 
 
-def _read(rows: Sequence[tuple[Source, Any]], reading: LayoutOptions) -> tuple[list[Record], list[str], Counter[str]]:
+def _read(
+    rows: Sequence[tuple[Source, Any]], read_row: Callable[..., Record], *, name: Callable[[Any], str]
+) -> tuple[list[Record], list[str], Counter[str]]:
     """The records, the reasons of the rows that cannot be read, and how many rows have a layout."""
     records, refused, layouts = list[Record](), list[str](), Counter[str]()
-    fields = {column: field for field, column in reading.columns}
     for source, row in rows:
         try:
             if isinstance(row, Refused):
                 refused.append(f"{source} {row.reason}")
                 continue
-            records.append(to_record(row, source, reading=reading))
+            records.append(read_row(row, source))
         except DataError as error:
             refused.append(f"{source} {error.what}")
             continue
-        names = [fields.get(name, name) for name, value in row.items() if value is not None]
-        is_named = reading.format != "auto"
-        layouts[reading.format if is_named else detect_layout(names, fields.values()) or "none"] += 1
+        layouts[name(row)] += 1
     return records, refused, layouts
+
+
+def _name_layout(row: Mapping[str, Any], *, reading: LayoutOptions) -> str:
+    fields = {column: field for field, column in reading.columns}
+    names = [fields.get(name, name) for name, value in row.items() if value is not None]
+    return reading.format if reading.format != "auto" else detect_layout(names, fields.values()) or "none"
 
 
 MODELS = (

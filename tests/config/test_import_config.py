@@ -263,7 +263,9 @@ def test_dataset_info_says_where_rows_lie_and_their_number_is_their_share(tmp_pa
     assert ours["cpt"] == {"weights_of": "examples"}
 
 
-@pytest.mark.parametrize(("case", "mode"), [("axolotl-dpo", "dpo"), ("llamafactory-pictures", "multimodal")])
+@pytest.mark.parametrize(
+    ("case", "mode"), [("axolotl-steps", "process_reward_model"), ("llamafactory-pictures", "multimodal")]
+)
 def test_a_kind_of_training_that_is_not_offered_is_written_so_that_nothing_trains(case, mode, tmp_path, capsys):
     out = tmp_path / "run.yaml"
     assert main(["import-config", "--in", str(write(tmp_path, case)), "--out", str(out), "--json"]) == 0

@@ -189,14 +189,55 @@ def test_vllm_is_written_where_it_is_installed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("case", "mode"),
     [
-        ("swift-dpo", "dpo"), ("swift-classifier", "seq_cls"), ("trl-dpo", "dpo"), ("trl-reward", "reward_model"),
-        ("verl-ppo", "ppo"),
+        ("axolotl-steps", "process_reward_model"), ("swift-classifier", "seq_cls"), ("verl-ppo", "ppo"),
     ],
 )  # fmt: skip
 def test_a_kind_of_training_that_is_not_offered_is_refused_by_its_name(case, mode, tmp_path):
     written, _, made = imported(tmp_path, case)
     assert written["task_mode"] == mode
     assert any("task_mode" in problem.where for problem in made.problems)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "expected"),
+    [
+        ("axolotl-dpo", {}, {"task_mode": "dpo", "preference.beta": 0.1, "data.template": "chatml"}),
+        ("axolotl-dpo", {"dpo_loss_type": ["ipo"]}, {"task_mode": "ipo"}),
+        ("axolotl-dpo", {"dpo_loss_type": ["hinge"]}, {"task_mode": "dpo", "preference.loss": "hinge"}),
+        # TRL's CPOConfig, by which axolotl trains simpo, has these where the file is silent
+        ("axolotl-dpo", {"rl": "simpo"}, {"task_mode": "simpo", "preference.beta": 0.1, "preference.gamma": 0.5}),
+        ("axolotl-dpo", {"rl": "kto", "rl_beta": 0.2, "kto_desirable_weight": 0.5},
+         {"task_mode": "kto", "preference.beta": 0.2, "preference.desirable_weight": 0.5}),
+        ("axolotl-dpo", {"rl": "orpo", "orpo_alpha": 0.3}, {"task_mode": "orpo", "preference.beta": 0.3}),
+        ("llamafactory-lora", {"stage": "dpo", "pref_loss": "simpo", "simpo_gamma": 0.7},
+         {"task_mode": "simpo", "preference.gamma": 0.7, "preference.beta": 0.1}),
+        ("llamafactory-lora", {"stage": "dpo", "pref_beta": 0.2, "pref_ftx": 0.5},
+         {"task_mode": "dpo", "preference.beta": 0.2, "preference.rpo_alpha": 0.5}),
+        ("llamafactory-lora", {"stage": "kto", "kto_rejected_weight": 2.0},
+         {"task_mode": "kto", "preference.undesirable_weight": 2.0}),
+        ("llamafactory-lora", {"stage": "rm"}, {"task_mode": "reward_model"}),
+        ("swift-dpo", {}, {"task_mode": "dpo", "preference.beta": 0.1, "preference.rpo_alpha": 0.1}),
+        ("swift-dpo", {"rlhf_type": "rm"}, {"task_mode": "reward_model"}),
+        ("swift-dpo", {"loss_type": "robust", "label_smoothing": 0.1},
+         {"preference.loss": "robust", "preference.label_smoothing": 0.1}),
+        ("trl-dpo", {}, {"task_mode": "dpo", "preference.loss": "sigmoid", "preference.beta": 0.1}),
+        ("trl-dpo", {"loss_type": ["ipo"]}, {"task_mode": "ipo", "preference.beta": 0.1}),
+        ("trl-dpo", {"loss_type": "kto", "desirable_weight": 1.5},
+         {"task_mode": "kto", "preference.desirable_weight": 1.5}),
+        ("trl-reward", {}, {"task_mode": "reward_model", "reward_model.center": 0.01, "train.learning_rate": 1e-4}),
+    ],
+)  # fmt: skip
+def test_preferences_and_reward_models_become_the_tasks_here(case, changes, expected, tmp_path):
+    written, answers, _ = imported(tmp_path, case, **changes)
+    assert {key: written.get(key) for key in expected} == expected
+    unanswered = {key: answers[key]["why"] for key in changes if answers[key]["verdict"] == "not_offered"}
+    assert unanswered == {}
+
+
+def test_a_loss_of_pairs_that_is_not_offered_is_said_and_the_nearest_is_written(tmp_path):
+    written, answers, made = imported(tmp_path, "trl-dpo", loss_type=["exo_pair"])
+    assert (written["preference.loss"], answers["loss_type"]["verdict"]) == ("sigmoid", "not_offered")
+    assert "# - loss_type: " in made.text
 
 
 def test_older_names_of_ms_swift_are_followed(tmp_path):

@@ -99,3 +99,24 @@ def test_a_value_of_another_kind_than_trl_takes_is_refused_before_anything_is_lo
         assert load(text).train.extra
     else:
         assert [problem.what for problem in refusals(text)] == [what]
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "key"),
+    [
+        ("dpo", "beta", "preference.beta"),
+        ("kto", "desirable_weight", "preference.desirable_weight"),
+        ("dpo", "loss_type", "preference.loss"),
+        ("simpo", "per_device_train_batch_size", "train.batch_size"),
+    ],
+)
+def test_an_argument_of_trl_that_a_key_decides_is_answered_with_the_key(task: str, name: str, key: str, refusals):
+    (problem,) = refusals(f"task_mode: {task}\ntrain:\n  extra: {{{name}: 1}}\n")
+    assert problem.where.endswith(f"train.extra.{name}")
+    assert problem.nearest == [key]
+
+
+def test_arguments_that_only_trls_trainers_read_are_refused(load, refusals):
+    (problem,) = refusals("task_mode: dpo\ntrain:\n  extra: {f_divergence_type: reverse_kl}\n")
+    assert problem.what == "the Trainer's TrainingArguments has no field 'f_divergence_type'"
+    assert load("task_mode: dpo\ntrain:\n  extra: {adam_beta2: 0.95}\n").train.extra == {"adam_beta2": 0.95}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from sftplay import cli
 from sftplay.export.merge import merge
+from sftplay.parity.reference import Reference
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
@@ -35,6 +36,40 @@ def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory, verbs_environm
     done = train(home, Inputs(base, inputs.train, inputs.held_out), train__learning_rate=0.05, tuning__lora=lora)
     merge(done.cfg, done.folder, out=done.folder.path / "merged")
     return done
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_trained_answers_once() -> Iterator[None]:
+    """The same trained weights give the same answers to the same prompts; most tests here ask them again."""
+    usual, known = Reference.answer, {}
+
+    def answer(self: Reference, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        files = sorted(path for name in ("adapter", "model") for path in (self.folder.path / name).glob("*.*"))
+        contents = tuple(path.read_bytes() for path in files)
+        key = (self.folder.path, contents, tuple(map(tuple, prompts)), max_new_tokens)
+        if key not in known:
+            known[key] = usual(self, prompts, max_new_tokens)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reference, "answer", answer)
+        yield
+
+
+QUICK = (
+    "second rope_theta", "penalty", "added token", "shard", "earlier merge",
+    "set_template", "answer_as_base", "keep_old_head", "permute", "lose_tensor", "spoil_one_value", "scale_slightly",
+    "set_prefix", "set_zeros", "set_other_values",
+)  # fmt: skip
+"""Faults that are planted each time, one or two of each kind; `make test-slow` plants the others too."""
+
+
+def faults(planted: Mapping[Any, Any]) -> list[Any]:
+    """A parameter for each fault."""
+    names = {fault: fault if isinstance(fault, str) else fault.__name__ for fault in planted}
+    return [
+        pytest.param(fault, id=name, marks=[] if name in QUICK else pytest.mark.slow) for fault, name in names.items()
+    ]
 
 
 @pytest.fixture
@@ -218,7 +253,7 @@ MERGED_FILES = {
 }
 
 
-@pytest.mark.parametrize("fault", MERGED_FILES)
+@pytest.mark.parametrize("fault", faults(MERGED_FILES))
 def test_a_fault_that_plain_transformers_does_not_show_is_found_in_the_files(
     fault: str, run: Finished, copied: Callable[[str], Path]
 ):
@@ -249,7 +284,7 @@ MERGED = {
 }
 
 
-@pytest.mark.parametrize("plant", MERGED, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", faults(MERGED))
 def test_a_merged_model_that_is_not_the_trained_one_is_refused_with_its_fault(
     plant: Callable[[Path, Finished], None], run: Finished, copied: Callable[[str], Path]
 ):
@@ -329,7 +364,7 @@ IN_COPY = {
 }
 
 
-@pytest.mark.parametrize("plant", IN_COPY, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", faults(IN_COPY))
 def test_a_copy_of_the_adapter_with_a_small_fault_is_refused_with_it(
     plant: Callable[[Path, Finished], None], run: Finished, copied: Callable[[str], Path]
 ):
@@ -351,7 +386,7 @@ IN_ADAPTER = {
 }
 
 
-@pytest.mark.parametrize("plant", IN_ADAPTER, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", faults(IN_ADAPTER))
 def test_an_adapter_that_is_not_the_trained_one_is_refused_with_its_fault(
     plant: Callable[[Path, Finished], None], run: Finished, copied: Callable[[str], Path]
 ):
@@ -376,7 +411,7 @@ IN_PLACE = {**IN_ADAPTER, set_other_values: "adapter/ is not what the training l
 del IN_PLACE[set_template]
 
 
-@pytest.mark.parametrize("plant", IN_PLACE, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", faults(IN_PLACE))
 def test_a_fault_in_the_runs_own_adapter_is_seen_although_the_reference_has_it_too(
     plant: Callable[[Path, Finished], None], run: Finished, own_adapter: Path
 ):

@@ -55,6 +55,26 @@ def test_layout_and_columns_of_real_data_sets_are_found(name):
     assert found.is_all
 
 
+@pytest.mark.parametrize(
+    ("row", "task"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo"),
+        ({"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+          "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}]}, "dpo"),
+        ({"prompt": "a", "completion": "b", "label": True}, "kto"),
+        ({"prompt": "a", "completion": "b"}, "sft"),
+    ],
+)  # fmt: skip
+def test_rows_of_pairs_and_of_verdicts_get_their_task(row, task, tmp_path, capsys):
+    path, out = write_rows(tmp_path / "rows.jsonl", [row] * 40), tmp_path / "run.yaml"
+    assert main(["init", str(path), str(out), f"model.name={TOY}", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert load_config(out).task_mode == task
+    assert document["rows"] == 40
+    assert ("task_mode" in document["values"]) == (task != "sft")
+    assert main(["validate", "--config", str(out)]) == 0
+
+
 @pytest.mark.contract
 def test_columns_that_no_name_tells_apart_are_asked_for(tmp_path, capsys):
     path = write_rows(tmp_path / "rows.jsonl", [{"links": "a", "rechts": "b"}] * 3)

@@ -243,13 +243,17 @@ def _axolotl_pairs(one: DataSet, entry: Mapping[str, Any], prefix: str, foreign:
         else:
             kto = foreign.is_on("rl=kto")
             one.columns |= {key: column for key, column in columns.items() if not kto or key == "prompt"}
-            own = "" if form in ("chatml", "chat_template", "bradley_terry", "passthrough") else form
+            prompted = "" if form in ("chatml", "chat_template", "bradley_terry", "passthrough") else form
             one.template = "chatml" if form == "chatml" else ""
-            why = f"axolotl writes the prompt of {own} around these rows: here the chat template does" if own else ""
+            why = (
+                f"axolotl writes the prompt of {prompted} around these rows: here the chat template does"
+                if prompted
+                else ""
+            )
             became = "data.columns" if one.columns else "data.template" if one.template else None
-            verdict: Verdict = "translated" if became or own else "no_effect"
+            verdict: Verdict = "translated" if became or prompted else "no_effect"
             why = why or ("" if became else "the columns have their own names")
-            answers[f"{prefix}.type"] = Answer(verdict, became, why, differs=bool(own))
+            answers[f"{prefix}.type"] = Answer(verdict, became, why, differs=bool(prompted))
     for at, (name, value) in fields.items():
         field_name = name.removeprefix("field_")
         if name.startswith("field_") and field_name in PAIR_FIELDS and value:

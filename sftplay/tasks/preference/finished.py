@@ -14,8 +14,6 @@ from sftplay.errors import DataError
 from sftplay.evaluate.evaluate import ready_to_answer
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result, load_untrained
-from sftplay.model.tokenizer import load_tokenizer
-from sftplay.runs.finished_run import stored_template
 from sftplay.tasks.preference import load_pairs
 from sftplay.tasks.preference.measuring import figures_table, measure, read_held_out
 from sftplay.tasks.preference.reference import FILE, ReferenceKind, compute_logps, find_shares, open_reference
@@ -23,15 +21,14 @@ from sftplay.tasks.preference.spec import uses_reference
 
 
 def measure_finished(
-    cfg: RunConfig, folder: RunFolder, *, split: str, paths: Mapping[str, Path]
+    cfg: RunConfig, folder: RunFolder, *, tokenizer: Any, template: str | None, split: str, paths: Mapping[str, Path]
 ) -> tuple[dict[str, dict[str, Any]], str]:
     """Measure the held-out pairs, or with split `test` those of data.test_path; write the figures of `before` and
     `after` to `paths`. Return them, and their table.
 
+    `template` is the text of the run's chat template.
     Raise DataError where nothing is held out.
     """
-    tokenizer = load_tokenizer(cfg.model, str(folder.result))
-    template = stored_template(tokenizer, folder)
     if split == "test":
         test = str(cfg.data.test_path)
         pairs = load_pairs.load_held_out(cfg, tokenizer, path=test, renderer_template=template)

@@ -66,7 +66,7 @@ def read_facts(pair: Pair, n_tokens: Sequence[int]) -> PairFacts:
         pair.desirable,
         pair.margin,
         pair.has_scores,
-        len(texts) == 2 and "".join(texts[0].split()) == "".join(texts[1].split()),
+        len(set(texts)) == 2 and "".join(texts[0].split()) == "".join(texts[1].split()),
     )
 
 
@@ -114,7 +114,6 @@ class Gate:
 
     def add(self, facts: PairFacts) -> None:
         """Count a pair, or an answer, that is kept."""
-        self.white_space_only += facts.is_white_space_only
         sides = [(*_names(bits), *phrases) for bits, phrases in zip(facts.traits, facts.phrases, strict=True)]
         if facts.desirable is None:
             self.pairs += 1

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,7 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
     for source in (report, *report["sources"].values()):
         source["refused_rows"] = str(folder / REFUSED)
     report |= {"fingerprint": folder.name, "files": digests}
+    report["notes"] += weights_notes(cfg, report["preference"])
     rows = {
         name: Dataset.from_file(str(folder / f"{name}.arrow")) for side in SIDES for name in (side, f"{side}_texts")
     }
@@ -198,6 +199,24 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         fingerprint=folder.name,
         texts={side: rows[f"{side}_texts"] for side in SIDES},
     )
+
+
+def weights_notes(cfg: RunConfig, figures: Mapping[str, Any]) -> list[str]:
+    """Return what to write where wanted and unwanted answers do not weigh what kto's paper advises.
+
+    n_D weight_D / (n_U weight_U) shall lie between 1 and 4/3 (Ethayarajh 2024, section 4.2).
+    """
+    wanted, unwanted = figures.get("desirable", 0), figures.get("undesirable", 0)
+    if not (wanted and unwanted):
+        return []
+    weights = cfg.preference
+    ratio = wanted * weights.desirable_weight / (unwanted * weights.undesirable_weight)
+    if 0.999 <= ratio <= 1.334:
+        return []
+    advice = f"desirable_weight: {weights.desirable_weight / ratio:.3g}"
+    if ratio > 1:
+        advice = f"undesirable_weight: {weights.undesirable_weight * ratio:.3g}"
+    return [f"wanted answers weigh {ratio:.2f} times the others; 1 to 1.33 is advised: preference.{advice}"]
 
 
 def sample_pairs(cfg: RunConfig, path: str, *, is_plain: bool) -> list[Pair]:
@@ -270,6 +289,7 @@ class PairPreparation(Preparation):
             is_swapped = outcome.swapped in self._seen[side]
             self._seen[side].add(outcome.keys.normal)
             gate.swapped += is_swapped
+            gate.white_space_only += outcome.facts is not None and outcome.facts.is_white_space_only
             if outcome.dropped == EQUAL or (is_swapped and self._data.duplicates == "drop"):
                 gate.equal += outcome.dropped == EQUAL
                 reason = outcome.dropped or "opposite_of_an_earlier_one"
@@ -400,10 +420,10 @@ def add_mismatched(folder: Path, *, max_tokens: int, path: str) -> None:
                 rows = tables[side][begin : begin + BATCH_ROWS]
                 others = tables[lender][partners[begin : begin + BATCH_ROWS]]
                 for column in ("input_ids", "labels"):
-                    for n, own in enumerate(rows[column]):
+                    for n, tokens in enumerate(rows[column]):
                         n_prompt, n_given = rows["prompt_tokens"][n], others["prompt_tokens"][n]
                         n_lent = min(others["chosen_tokens"][n], max_tokens - n_prompt)
-                        own += others[column][n][n_given : n_given + n_lent]
+                        tokens += others[column][n][n_given : n_given + n_lent]
                 stream.write_batch(as_batch(rows, ANSWERS))
     tables.clear()
     for side in SIDES:
@@ -423,13 +443,15 @@ def find_mismatched(
     for number, (prompt, n_prompt) in enumerate(zip(prompts, rows["prompt_tokens"][:], strict=True)):
         begin = place.get(number, number) + 1
         after = (order[(begin + step) % len(order)] for step in range(len(order)))
-        near = list(islice((one for one in after if keys[one] != prompt), 100))
-        found.append(next((one for one in near if n_prompt + lengths[one] <= limit), near[0]))
+        others = (one for one in after if keys[one] != prompt)
+        first = next(others)
+        fits = (one for one in chain([first], islice(others, 100)) if n_prompt + lengths[one] <= limit)
+        found.append(next(fits, first))
     return found
 
 
 def pairs_table(report: Mapping[str, Any]) -> str:
-    """Format the report for people: at most 40 lines."""
+    """Format the report for people."""
     lines = [
         f"data report      {report['read']:,} read = {report['kept']:,} kept + {report['cut']:,} cut"
         f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
@@ -455,4 +477,4 @@ def pairs_table(report: Mapping[str, Any]) -> str:
     lines.append(f"  length         {longest}")
     lines += [f"  warning        {warning}" for warning in report["warnings"]]
     lines += [f"  note           {note}" for note in report["notes"]]
-    return "\n".join(lines[:40])
+    return "\n".join(lines)

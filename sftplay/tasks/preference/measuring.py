@@ -31,20 +31,17 @@ from sftplay.tasks.preference.reference import (
 from sftplay.tasks.preference.spec import find_beta, uses_reference
 from sftplay.train.eval_mode import eval_mode
 from sftplay.train.metrics import Observer, write_measured
-from sftplay.train.task import Rows
 
 FALLEN_NATS = 1.0
 """Fall of the mean log-probability of a chosen answer that is warned of: it has become less than half as likely."""
 
 
-def measure(model: Any, rows: Any, *, cfg: RunConfig, path: Path, reference: Tensor | None = None) -> dict[str, Any]:
+def measure(model: Any, pairs: Any, *, cfg: RunConfig, path: Path, reference: Tensor | None = None) -> dict[str, Any]:
     """Measure `model` on the held-out rows; write `path` (.json), and answers to `eval.limit` prompts (.jsonl).
 
-    `rows` are `Pairs`, or the rows of a task that have them as their source. `reference` are the reference's
-    log-probabilities, fp32 [rows, 2]. None: those in the run folder, which is above that of `path`; before a run those
-    that it will have, as the model is still the one that it starts from.
+    `reference` are the reference's log-probabilities, fp32 [rows, 2]. None: those in the run folder, which is above
+    that of `path`; before a run those that it will have, as the model is still the one that it starts from.
     """
-    pairs = rows.source if isinstance(rows, Rows) else rows
     tag, held_out, tokenizer = path.stem, pairs.held_out, pairs.renderer.tokenizer
     log.say(f"measuring the model ({tag}) on {len(held_out):,} held-out rows", "eval")
     settings = {"pad_token_id": tokenizer.pad_token_id, "batch_size": cfg.eval.batch_size}

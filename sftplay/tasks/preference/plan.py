@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from sftplay.config.run import RunConfig
 from sftplay.machine.probe import Machine
 from sftplay.model.source import BUILTIN_CONFIGS
-from sftplay.plan.activations import FP32, norm_out_bytes
+from sftplay.plan.activations import FP32, norm_kept, norm_out_bytes
 from sftplay.plan.decisions import Decision, Decisions
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.forecast import Forecast, Hardware, RowLengths, Setting, with_loading
@@ -19,7 +19,7 @@ from sftplay.plan.report import CPU_FLOPS_PER_CORE, USED_SHARE, TaskReport, Work
 from sftplay.plan.shape import ModelShape
 from sftplay.plan.task_sizing import TaskSizing
 from sftplay.tasks.grpo.plan import forward_layer
-from sftplay.tasks.preference.spec import USUAL_BETA, WORDS, find_reference_model, uses_reference
+from sftplay.tasks.preference.spec import KINDS, USUAL_BETA, find_reference_model, uses_reference
 from sftplay.units import format_bytes, format_seconds
 
 PASS, OTHER = "reference pass", "reference"
@@ -77,6 +77,7 @@ class PairMemory:
         shape = setting.shape
         step = estimate(shape, setup, size=size, standing=share.standing, communication=share.communication)
         phases = {name: dict(parts) for name, parts in step.phases.items()}
+        phases["head"]["head"] = _backward_head(shape, setup, size=size)
         if not self.has_reference and not self.scores_one:
             return Footprint(phases)
         # Before the first step the optimizer has no state yet, but that of DeepSpeed's, which keeps fp32 weights there.
@@ -130,9 +131,34 @@ def _count_other(other: ModelShape | None, setup: MemorySetup) -> float:
 def _forward_head(shape: ModelShape, setup: MemorySetup, *, size: Size) -> float:
     """Count the bytes of the scores of labels, or of a chunk of them, without gradients."""
     labelled = size.tokens if size.labelled is None else size.labelled
-    at_once = min(labelled, setup.chunk_tokens) if setup.head == "chunked" else labelled
-    scores = at_once * shape.vocab * setup.logits_bytes + FP32 * min(PART_SCORES, at_once * shape.vocab)
-    return float(scores + (size.tokens + labelled) * shape.hidden * norm_out_bytes(shape, setup))
+    scores = _count_scores(shape, setup, labelled)
+    bytes_ = scores * setup.logits_bytes + FP32 * min(PART_SCORES, scores)
+    return float(bytes_ + (size.tokens + labelled) * shape.hidden * norm_out_bytes(shape, setup))
+
+
+def _backward_head(shape: ModelShape, setup: MemorySetup, *, size: Size) -> float:
+    """Count the bytes at the end of the head, or while the log-probabilities and the head are differentiated."""
+    labelled = size.tokens if size.labelled is None else size.labelled
+    scores, matrix = _count_scores(shape, setup, labelled), shape.vocab * shape.hidden
+    is_half = setup.logits_bytes < FP32
+    capped = 2 * setup.logits_bytes if shape.softcap_final else 0  # its tanh, and the gradient of that
+    # The scores, their gradient in fp32, and that as narrow as the scores (`TargetLogps.backward`).
+    loss = scores * (setup.logits_bytes + FP32 + (setup.logits_bytes if is_half else 0) + capped)
+    product = scores * setup.logits_bytes
+    is_rounded = setup.has_autocast and setup.weight_bytes != setup.compute_bytes
+    if setup.trains_all:
+        gradient = matrix * (setup.compute_bytes + (setup.weight_bytes if is_rounded else 0))
+        # The gradients of chunks are added up, outside the weight.
+        so_far = matrix * setup.weight_bytes if setup.head == "chunked" and labelled > setup.chunk_tokens else 0
+        loss, product = loss + so_far, product + gradient + 2 * so_far
+    states = labelled * shape.hidden * (norm_out_bytes(shape, setup) + FP32) + size.tokens * norm_kept(shape, setup)
+    rounded = matrix * setup.compute_bytes if is_rounded else 0
+    return float(max(_forward_head(shape, setup, size=size), states + max(loss, product)) + rounded)
+
+
+def _count_scores(shape: ModelShape, setup: MemorySetup, labelled: int) -> int:
+    """Count the scores over the vocabulary that exist at a time."""
+    return (min(labelled, setup.chunk_tokens) if setup.head == "chunked" else labelled) * shape.vocab
 
 
 class PreferencePlan(TaskSizing, TaskReport):
@@ -144,7 +170,7 @@ class PreferencePlan(TaskSizing, TaskReport):
         has_kernel = cfg.model.attn in ("sdpa", "eager", "auto")
         wanted = cfg.preference.shared_prompt
         other = None
-        if uses_reference(cfg) and cfg.preference.reference not in WORDS:
+        if uses_reference(cfg) and cfg.preference.reference not in KINDS:
             found = find_reference_model(cfg)
             other = find_shape(found.name, found.revision, builtin=BUILTIN_CONFIGS)
         lengths = hardware.lengths
@@ -158,7 +184,7 @@ class PreferencePlan(TaskSizing, TaskReport):
         )
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
-        if uses_reference(cfg) and cfg.preference.reference not in WORDS:
+        if uses_reference(cfg) and cfg.preference.reference not in KINDS:
             find_reference_model(cfg)
 
     def decide_more(self, cfg: RunConfig, machine: Machine) -> Decisions:
@@ -174,7 +200,7 @@ class PreferencePlan(TaskSizing, TaskReport):
             notes.append(f"train.effective_batch_size {rows}: {why}")
         if cfg.task_mode in ("dpo", "ipo") and reference == "none":
             notes.append("preference.reference none: nothing measures how far the model moves from where it starts")
-        if uses_reference(cfg) and reference not in WORDS:
+        if uses_reference(cfg) and reference not in KINDS:
             why = "is held next to the model while its log-probabilities are computed, whole on each device"
             notes.append(f"preference.reference {reference} {why}")
         return tuple(notes)

@@ -1,6 +1,9 @@
 """The reference's log-probabilities: computed once before the first step, kept next to the data and in the run folder.
 
-They are looked up by the number of a row while the run trains, so that no second model is held in memory then.
+They are looked up by the number of a row while the run trains, so that no second model is held in memory then. The pass
+computes as training does, under the same autocast and on weights of the same dtypes. In fp32 a run that starts at its
+reference therefore has margins of 0 up to rounding, and its first loss is that of 0 to 1e-6. In 16 bits a batch of
+another shape may round otherwise: margins begin near 0, and accuracy anywhere.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import frozen_dtype, open_model
 from sftplay.model.weights_digest import weights_digests
 from sftplay.tasks.preference.shared_prompt import PairCollator, completion_logps, prove
-from sftplay.tasks.preference.spec import WORDS, find_reference_model, uses_reference
+from sftplay.tasks.preference.spec import KINDS, find_reference_model, uses_reference
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.exact_batch import ADVICE
 from sftplay.train.metrics import Observer
@@ -145,7 +148,7 @@ class ReferenceKind:
     @classmethod
     def find(cls, cfg: RunConfig) -> ReferenceKind:
         """Find the kind of a run. A new adapter begins at zero, so it starts as its base: both share a cache."""
-        if cfg.preference.reference not in WORDS:
+        if cfg.preference.reference not in KINDS:
             return cls("path", survives_training=True)
         continues = cfg.model.adapter is not None and not cfg.model.merge_adapter
         # DoRA divides by a norm and multiplies by it again, which rounds.
@@ -248,7 +251,9 @@ def reference_weights(cfg: RunConfig, trainer: Any, *, kind: ReferenceKind) -> I
 @contextmanager
 def not_sharded(trainer: Any) -> Iterator[None]:
     """Inside, a model is opened whole also in a run of ZeRO-3, where transformers would shard it."""
-    config = getattr(trainer.args, "hf_deepspeed_config", None) if trainer.is_deepspeed_enabled else None
+    # accelerate makes it, and transformers looks for it wherever a model is opened.
+    plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    config = getattr(plugin, "dschf", None)
     if config is not None:
         unset_hf_deepspeed_config()
     try:
@@ -296,14 +301,14 @@ def compute_key(cfg: RunConfig, pairs: Any, *, kind: ReferenceKind, folder: RunF
     tuning, starts_from = cfg.tuning, dict[str, str]()
     if kind.name == "path":
         found = find_reference_model(cfg)
-        starts_from |= digests_of(found.name, found.revision)
-        starts_from |= digests_of(str(found.adapter), None) if found.adapter else {}
+        starts_from |= find_digests(found.name, found.revision)
+        starts_from |= find_digests(str(found.adapter), None) if found.adapter else {}
     else:
         # Where a base was merged, or got rows for new tokens, the run keeps it.
-        own = folder.path / "base"
-        starts_from |= digests_of(str(own) if own.is_dir() else cfg.model.name, cfg.model.revision)
+        kept_base = folder.path / "base"
+        starts_from |= find_digests(str(kept_base) if kept_base.is_dir() else cfg.model.name, cfg.model.revision)
         if cfg.model.adapter is not None and (kind.name == "adapter" or cfg.model.merge_adapter):
-            starts_from |= {f"adapter/{name}": value for name, value in digests_of(cfg.model.adapter, None).items()}
+            starts_from |= {f"adapter/{name}": value for name, value in find_digests(cfg.model.adapter, None).items()}
     is_rounded = log.world_size() > 1 and cfg.cluster.strategy.startswith("zero")  # DeepSpeed does that
     parts = {
         "code": CODE_VERSION,
@@ -319,7 +324,7 @@ def compute_key(cfg: RunConfig, pairs: Any, *, kind: ReferenceKind, folder: RunF
     return fingerprint(parts)
 
 
-def digests_of(name: str, revision: str | None) -> dict[str, str]:
+def find_digests(name: str, revision: str | None) -> dict[str, str]:
     """Map the files of weights of a model to their digests; of a hub's model those in the hub's cache."""
     folder = Path(locate(name))
     if not folder.is_dir():

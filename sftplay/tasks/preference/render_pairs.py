@@ -176,13 +176,12 @@ class PairProcessor(RowProcessor):
         if any(first == len(side.labels) for first, side in zip(firsts, rendered, strict=True)):
             outcome.dropped = "no_trainable_token"
             return
+        outcome.facts = read_facts(pair, [len(side.input_ids) - min(firsts) for side in rendered])
         if len(rendered) == 2 and rendered[0].input_ids == rendered[1].input_ids:
             outcome.dropped = EQUAL
             return
-        outcome.is_joined = any(
-            not _begins(side, self._prompt_ids(pair), first) for side, first in zip(rendered, firsts)
-        )
-        outcome.facts = read_facts(pair, [len(side.input_ids) - min(firsts) for side in rendered])
+        asked = self._prompt_ids(pair)
+        outcome.is_joined = any(side.input_ids[:first] != asked for side, first in zip(rendered, firsts, strict=True))
         self._add_examples(sides, firsts=firsts, is_cut=is_cut)
 
     def _add_examples(self, sides: _Sides, *, firsts: Sequence[int], is_cut: bool) -> None:
@@ -294,10 +293,6 @@ def _up_to_last_label(side: Rendered) -> Rendered:
     """Return the side without what the template writes behind the last end token: nothing is learned from it."""
     end = next((n for n in range(len(side.labels), 0, -1) if side.labels[n - 1] != IGNORE_INDEX), len(side.labels))
     return replace(side, input_ids=side.input_ids[:end], labels=side.labels[:end])
-
-
-def _begins(side: Rendered, prompt: Sequence[int], n_prompt: int) -> bool:
-    return list(prompt) == side.input_ids[:n_prompt]
 
 
 def _one_text(pair: Pair, side: int) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ class PreferenceConfig(Section):
     reference: Reference = "start"
     """The model that dpo, ipo and kto measure distance to. start: the model that the run starts from. adapter_off: its
     base, without the adapter. A path or a name: that model. none: no model, only the probabilities themselves count.
-    Its log-probabilities are computed once and kept beside the data."""
+    Its log-probabilities are computed once and kept next to the data."""
 
     rpo_alpha: NotNegative = 0.0
     """dpo, ipo: weight of the mean log-likelihood of a token of the chosen answer, which keeps it from falling. 1 is

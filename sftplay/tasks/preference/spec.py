@@ -13,7 +13,7 @@ from sftplay.errors import ConfigError, nearest_names
 
 LOSS, SMOOTHING, REFERENCE = "preference.loss", "preference.label_smoothing", "preference.reference"
 
-WORDS = ("start", "adapter_off", "none")
+KINDS = ("start", "adapter_off", "none")
 """What `preference.reference` may say instead of a path or a name."""
 
 REFERRING = ("dpo", "ipo", "kto")
@@ -120,10 +120,10 @@ def _reference(cfg: RunConfig) -> Iterator[Problem]:
     reference = cfg.preference.reference
     if cfg.task_mode not in REFERRING:
         return
-    near = [] if reference in WORDS or set("/.:") & set(reference) else nearest_names(reference, WORDS)
+    near = [] if reference in KINDS or set("/.:") & set(reference) else nearest_names(reference, KINDS)
     if near:
         fix = f"did you mean {near[0]!r}? A folder of that name is written ./{reference}"
-        what = f"{reference!r} is neither {', '.join(WORDS[:-1])} nor {WORDS[-1]}"
+        what = f"{reference!r} is neither {', '.join(KINDS[:-1])} nor {KINDS[-1]}"
         yield Problem((REFERENCE,), what, fix=fix, nearest=tuple(near))
     if reference == "adapter_off" and cfg.tuning.mode == "full":
         what = "there is no adapter to switch off: tuning.mode full trains every weight"
@@ -131,7 +131,7 @@ def _reference(cfg: RunConfig) -> Iterator[Problem]:
     if reference == "none" and cfg.task_mode == "kto":
         what = "kto weighs an answer by how much likelier it became, which needs the probability that it had"
         yield Problem((REFERENCE, "task_mode"), what, fix=f"write {REFERENCE}: start, or task_mode: dpo or simpo")
-    if reference not in WORDS and cfg.tuning.new_tokens.is_on:
+    if reference not in KINDS and cfg.tuning.new_tokens.is_on:
         what = f"{reference} has no rows for the tokens of tuning.new_tokens, which the answers contain"
         yield Problem((REFERENCE, "tuning.new_tokens.path"), what, fix=f"write {REFERENCE}: start")
 

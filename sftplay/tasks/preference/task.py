@@ -57,9 +57,10 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 def build_trainer(parts: TrainerParts) -> PreferenceTrainer:
     """Build the trainer for rows of two answers to a prompt."""
     cfg, pairs = parts.cfg, parts.rows.source
-    callbacks: list[Any] = [ComputeReferences(cfg, pairs, folder=parts.folder)]
-    if parts.held_out is not None:
-        callbacks.append(measuring.EvaluatePairs(cfg, pairs, folder=parts.folder.eval))
+    callbacks = [
+        ComputeReferences(cfg, pairs, folder=parts.folder),
+        measuring.EvaluatePairs(cfg, pairs, folder=parts.folder.eval),
+    ]
     return PreferenceTrainer(
         parts.step,
         cfg=cfg,

@@ -18,6 +18,8 @@ from sftplay.train.micro_batches import MicroBatcher
 
 RATE = 1e-3
 
+torch.set_num_threads(1)  # for models this small more of them only wait for each other
+
 
 class Table:
     """The reference's log-probabilities by the number of a row."""

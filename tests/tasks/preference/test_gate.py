@@ -171,6 +171,30 @@ def test_answers_with_verdicts_are_judged_by_how_often_the_wanted_one_is_longer(
     assert any(warning.startswith("length alone gets") and "answers right" in warning for warning in report["warnings"])
 
 
+def test_sides_that_a_template_trims_to_the_same_tokens_are_equal_and_counted_as_white_space(
+    tiny_llama: Path, tmp_path: Path
+):
+    trimming = AutoTokenizer.from_pretrained(tiny_llama)
+    trimming.chat_template = trimming.chat_template.replace("m['content']", "(m['content'] | trim)")
+    rows = [*random_pairs(5, seed=1), {"prompt": "Why?", "chosen": "a b", "rejected": "a b \n"}]
+    report = load_pairs(tmp_path, rows, trimming).report
+    assert report["dropped"] == {"equal_sides": 1}
+    assert (report["preference"]["equal"], report["preference"]["white_space_only"]) == (1, 1)
+
+
+def test_weights_that_balance_the_verdicts_are_advised(tokenizer: Any, tmp_path: Path):
+    rows = [{"prompt": f"Why {n}?", "completion": f"Since {n}.", "label": n % 4 != 0} for n in range(40)]
+    notes = load_pairs(tmp_path / "a", rows, tokenizer, task="kto").report["notes"]
+    # 30 wanted and 10 unwanted answers
+    assert notes[-1].endswith(
+        "wanted answers weigh 3.00 times the others; 1 to 1.33 is advised: preference.undesirable_weight: 3"
+    )
+    swapped = [row | {"label": not row["label"]} for row in rows]
+    notes = load_pairs(tmp_path / "b", swapped, tokenizer, task="kto").report["notes"]
+    assert notes[-1].endswith("preference.desirable_weight: 3")
+    assert load_pairs(tmp_path / "c", random_pairs(9, seed=1), tokenizer, task="kto").report["notes"] == []
+
+
 def test_same_answer_with_both_verdicts_and_one_verdict_alone_are_said(tokenizer: Any, tmp_path: Path):
     rows = [{"prompt": f"Why {n}?", "completion": f"Since {n}.", "label": True} for n in range(5)]
     report = load_pairs(tmp_path / "a", [*rows, rows[0] | {"label": False}], tokenizer, task="kto").report

@@ -13,7 +13,9 @@ from pair_files import random_pairs, write_pairs
 
 from sftplay.commands.data import inspect, process, render
 from sftplay.errors import DataError
+from sftplay.machine.probe import probe
 from sftplay.runs.inputs import load_checked
+from sftplay.runs.new_config import draft_config
 
 Run = Callable[..., str]
 
@@ -94,3 +96,15 @@ def test_file_without_pairs_is_refused_before_anything_is_started(run: Run, tmp_
         run(process, [{"prompt": "Why?", "completion": "So."}] * 2)
     with pytest.raises(DataError, match="neither an answer with a verdict nor a pair"):
         load_checked(str(tmp_path / "run.yaml"), ["task_mode=kto"])
+
+
+def test_init_writes_a_config_for_pairs_and_says_which_tasks_learn_them(tiny_llama: Path, tmp_path: Path):
+    path = str(write_pairs(tmp_path / "pairs.jsonl", ROWS))
+    asked = [f"model.name={tiny_llama}"]
+    draft = draft_config(path, [*asked, "task_mode=dpo"], machine=probe(), out="run.yaml")
+    assert draft.n_rows == 31
+    assert draft.values["task_mode"][0] == "dpo"
+    assert "data.columns" not in draft.values
+    with pytest.raises(DataError) as refusal:
+        draft_config(path, asked, machine=probe(), out="run.yaml")
+    assert "task_mode=dpo" in refusal.value.fix

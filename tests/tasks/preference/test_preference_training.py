@@ -30,8 +30,6 @@ CASES = [
 NAMES = [" ".join([task, *(f"{key}={value}" for key, value in given.items())]) for task, given in CASES]
 BATCH, ROWS = 4, 12
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def starts() -> dict[bool, Any]:

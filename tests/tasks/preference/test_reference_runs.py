@@ -135,7 +135,8 @@ def test_processes_that_split_the_model_compute_the_reference_of_one(
         rows = 2 * n if changes.get("task_mode") == "kto" else n
         assert tables[0][side].shape == (rows, 2)
         assert torch.allclose(tables[0][side], tables[1][side], rtol=1e-6, atol=0)
-    losses = [[json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()] for run in (alone, split)]
+    lines = [(run / "metrics.jsonl").read_text().splitlines() for run in (alone, split)]
+    losses = [[json.loads(line)["loss"] for line in of_run] for of_run in lines]
     assert losses[1][0] == pytest.approx(0.5 if changes.get("task_mode") == "kto" else math.log(2), abs=1e-6)
     assert losses[1] == pytest.approx(losses[0], abs=4e-6)
     found = [read(run / "eval" / "step-3.json") for run in (alone, split)]

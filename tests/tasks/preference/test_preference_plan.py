@@ -1,0 +1,219 @@
+"""Preferences in the plan: memory of a step against a real model on the CPU, and what a reference costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+from oracle.live_bytes import LiveBytes
+from oracle.trace import recompute
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from sftplay.config.run import RunConfig
+from sftplay.errors import ConfigError
+from sftplay.machine.probe import probe
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.forecast import Device, Forecast, Hardware, RowLengths, Setting, forecast
+from sftplay.plan.memory import Size, standing_bytes
+from sftplay.plan.memory_setup import MemorySetup
+from sftplay.plan.shape_from_config import shape_from_config
+from sftplay.plan.sizing import size_run
+from sftplay.tasks.preference.losses import dpo_losses
+from sftplay.tasks.preference.plan import OTHER, PART_SCORES, PASS, PLAN, PairMemory
+from sftplay.tasks.preference.shared_prompt import PairCollator, completion_logps, put_chunked_logps
+
+HOST = Device("CPU", 2**40, 2**40, is_gpu=False, cores=2)
+ON_CPU = MemorySetup(
+    weight_bytes=4, compute_bytes=4, stream_bytes=4, attention="efficient", repeats_kv=True, is_masked=True,
+    logits_bytes=4,
+)  # fmt: skip
+MOVING = ("mask", "activations", "head", "layer")
+LLAMA = find_shape("meta-llama/Llama-3.1-8B")
+
+
+class Beside(LiveBytes):
+    """Counts what lives next to a model's weights and gradients."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def __enter__(self) -> Beside:
+        super().__enter__()
+        for parameter in self.model.parameters():
+            assert [parameter.detach(), *([parameter.grad.detach()] if parameter.grad is not None else [])]
+        self.enter_phase("run")
+        self.resting = self.live_bytes
+        return self
+
+    @property
+    def peak(self) -> int:
+        return self.peaks_bytes["run"] - self.resting
+
+
+def batch_of(side: int) -> Any:
+    """Two pairs whose answers fill the side, up to a token: padding needs a mask."""
+    rows = []
+    for number, (first, second) in enumerate([(side - 1, side - 2), (side - 2, side - 1)]):
+        ids = torch.randint(3, 50, (1 + first + second,)).tolist()
+        columns = {"prompt_tokens": 1, "chosen_tokens": first, "row": number, "index": number}
+        rows.append({"input_ids": ids, "labels": [-100, *ids[1:]], **columns})
+    return PairCollator(0)(rows)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(
+    ("vocab", "side", "chunked"),
+    [(20_000, 60, False), (400, 200, False), (20_000, 200, True)],
+    ids=["scores decide", "layers decide", "scores in chunks"],
+)
+def test_a_step_of_pairs_takes_what_a_real_model_takes(
+    vocab: int, side: int, chunked: bool, checkpointing: bool, shares: bool
+):
+    config = Qwen2Config(
+        vocab_size=vocab, hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+    model, batch = Qwen2ForCausalLM(config).train(), batch_of(side)
+    if chunked:
+        put_chunked_logps(model)
+    if checkpointing:
+        recompute(model, {"use_reentrant": False})
+
+    def step() -> None:
+        dpo_losses(completion_logps(model, batch, shares=shares).sums, "sigmoid", 0.1, 0.0).sum().backward()
+
+    step()
+    with Beside(model) as learning:
+        step()
+    model.eval()
+    with torch.no_grad(), Beside(model) as scoring:
+        completion_logps(model, batch, shares=shares)
+    shape = shape_from_config(config.to_dict(), name="tiny")
+    setup = replace(ON_CPU, checkpointing=checkpointing, head="chunked" if chunked else "standard")
+    task = PairMemory(shares="yes" if shares else "no", has_reference=True)
+    seen = forecast(
+        Setting(shape=shape, execution=setup, device=HOST, task=task), Size(rows=2, seq=side, accumulates=True)
+    )
+    moving = {name: sum(parts.get(part, 0) for part in MOVING) for name, parts in seen.footprint.phases.items()}
+    assert max(moving["head"], moving["layer"]) == pytest.approx(learning.peak, rel=0.06)
+    # A logsumexp makes exponentials of its own, which no trace of tensors sees.
+    labels = min(256, 2 * 2 * (side - 1)) if chunked else 2 * 2 * (side - 1)
+    unseen = 4 * min(PART_SCORES, labels * vocab)
+    assert scoring.peak <= moving[PASS] <= 1.25 * (scoring.peak + unseen)
+
+
+def seen_of(task: PairMemory, *, rows: int = 4, seq: int = 1024, strategy: Any = "single") -> Forecast:
+    setup = MemorySetup(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True, head="chunked")
+    device = Device("H100", 80 * 2**30, 80 * 2**30, is_gpu=True, capability=(9, 0), tflops=989.0)
+    world = 1 if strategy == "single" else 4
+    setting = Setting(shape=LLAMA, execution=setup, device=device, task=task, strategy=strategy, world_size=world)
+    return forecast(setting, Size(rows=rows, seq=seq, accumulates=True))
+
+
+def test_where_it_is_open_how_pairs_are_computed_the_larger_form_is_planned():
+    peaks = {form: seen_of(PairMemory(shares=form, has_reference=True)).peak_bytes for form in ("yes", "no", "open")}
+    assert peaks["open"] == max(peaks["yes"], peaks["no"])
+    assert peaks["yes"] > peaks["no"], "flash attention needs no mask where each answer is a row"
+
+
+def test_answers_of_kto_take_half_of_what_pairs_take():
+    one, two = (seen_of(PairMemory(shares="no", scores_one=one)).footprint.phases for one in (True, False))
+    assert one["layer"]["activations"] == two["layer"]["activations"] / 2
+
+
+def test_another_model_lies_there_during_the_pass_alone_and_whole_on_every_device():
+    task = PairMemory(shares="no", has_reference=True, other=LLAMA)
+    for strategy in ("single", "zero3", "fsdp"):
+        phases = seen_of(task, strategy=strategy).footprint.phases
+        setup = seen_of(task).setting.execution
+        assert phases[PASS][OTHER] == standing_bytes(LLAMA, setup).weights
+        assert not any(OTHER in parts for name, parts in phases.items() if name != PASS)
+    assert seen_of(replace(task, other=None)).footprint.phases[PASS][OTHER] == 0
+
+
+def test_a_loss_without_a_reference_has_no_pass():
+    assert PASS not in seen_of(PairMemory(shares="open")).footprint.phases
+
+
+def test_the_costs_of_a_reference_are_a_pass_its_time_and_8_bytes_a_row():
+    task = PairMemory(shares="open", has_reference=True, rows=100_000, row_tokens=500.0)
+    setting = seen_of(task).setting
+    # 100,000 rows x 500 tokens x 2 operations a weight (8.03e9, without the embedding) at 35 % of 989 TFLOP/s
+    assert task.pass_seconds(setting) == pytest.approx(1e5 * 500 * 2 * 7.5e9 / (0.35 * 989e12), rel=0.01)
+    head, *lines = task.describe_costs(setting)
+    assert "one forward pass over 100,000 rows before the first step" in head
+    assert "1.5 MiB on disk" in head  # 2 copies of 2 fp32 numbers a row
+    assert [line.split()[0] for line in lines[1:]] == ["start", "adapter_off", "a", "none"]
+    assert "needs an adapter" in lines[2]
+    assert "29.92 GiB of memory" in lines[3]  # 8.03e9 weights in fp32
+
+
+def config_of(**values: Any) -> RunConfig:
+    cfg = RunConfig.model_validate(
+        {"task_mode": "dpo", "model": {"name": "meta-llama/Llama-3.1-8B"}, "data": {"train_path": "rows.jsonl"}}
+    )
+    return cfg.with_values({key.replace("__", "."): value for key, value in values.items()}, "test")
+
+
+def test_a_sized_run_packs_no_rows_and_has_the_beta_of_its_paper():
+    for task, beta in (("dpo", 0.1), ("orpo", 0.1), ("simpo", 2.0)):
+        sized = size_run(config_of(task_mode=task), probe(), shape=LLAMA)
+        assert sized.cfg.train.packing is False
+        assert sized.cfg.preference.beta == beta
+    assert size_run(config_of(preference__beta=0.3), probe(), shape=LLAMA).cfg.preference.beta == 0.3
+
+
+def test_a_reference_that_is_not_there_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match="no model folder") as caught:
+        size_run(config_of(preference__reference="./nowhere"), probe(), shape=LLAMA)
+    assert caught.value.where == "test preference.reference"
+
+
+def test_what_a_user_should_know_is_noted():
+    notes = [*PLAN.notes(config_of(task_mode="kto", train__effective_batch_size=8), None)]
+    assert notes == [
+        "train.effective_batch_size 8: kto estimates its KL term by the rows of a step, and 16 or more are usual"
+    ]
+    assert not PLAN.notes(config_of(), None)
+    (note,) = PLAN.notes(config_of(preference__reference="none"), None)
+    assert "nothing measures how far the model moves" in note
+
+
+def test_the_work_of_a_run_contains_the_pass():
+    lengths = RowLengths(longest=900, mean=1200.0, count=10_000)
+    hardware = Hardware(replace(seen_of(PairMemory(shares="no")).setting.device), 1, lengths)
+    works = []
+    for reference in ("start", "none"):
+        cfg = size_run(config_of(preference__reference=reference), probe(), shape=LLAMA).cfg
+        task = PLAN.memory(cfg, hardware=hardware)
+        works.append(PLAN.workload(cfg, seen_of(task), lengths=lengths))
+    assert works[0].tokens == works[1].tokens
+    assert works[0].disk_bytes - works[1].disk_bytes == 2 * 8 * 10_000
+    assert works[0].seconds > works[1].seconds > 0
+    assert "of it for the reference" in works[0].time_basis
+
+
+def test_the_plan_for_people_says_what_each_reference_costs(
+    tmp_path: Path, sftplay: Callable[..., CompletedProcess[str]]
+):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "task_mode: dpo\nmodel: {name: meta-llama/Llama-3.1-8B, max_seq_len: 512}\n"
+        f"data: {{train_path: {tmp_path}/absent.jsonl, processed_dir: {tmp_path}/processed}}\n"
+    )
+    done = sftplay("plan", "--config", path, "--gpus", "1xH100")
+    assert done.returncode == 0, done.stderr
+    assert "reference   one forward pass over all rows before the first step, 8 bytes a row on disk" in done.stdout
+    assert "a path       the pass, and about 14.96 GiB of memory until it ends" in done.stdout
+    assert "prompts of 512 tokens with each answer" in done.stdout
+    document = json.loads(sftplay("plan", "--config", path, "--gpus", "1xH100", "--json").stdout)
+    assert document["phases"][PASS] > 0
+    assert document["verdict"] == "fits"
