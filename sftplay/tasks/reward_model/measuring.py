@@ -107,11 +107,11 @@ class EvaluateScores(Observer):
         model = trainer.model_wrapped if is_sharded else trainer.model
         pad, device = trainer.processing_class.pad_token_id, trainer.args.device
         share = -(-len(rows) // log.world_size())
-        own = [min(number, len(rows) - 1) for number in range(log.rank() * share, (log.rank() + 1) * share)]
+        numbers = [min(number, len(rows) - 1) for number in range(log.rank() * share, (log.rank() + 1) * share)]
 
         def score(part: slice) -> Tensor:
             trainer.heartbeat.enter("evaluation")
-            batch = PairCollator(pad)([rows[number] for number in own[part]])
+            batch = PairCollator(pad)([rows[number] for number in numbers[part]])
             batch = {key: value.to(device) for key, value in batch.items()}
             return pair_scores(model, batch, shares=trainer.shares_prompt).float().cpu()
 

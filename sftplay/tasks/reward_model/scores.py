@@ -83,18 +83,18 @@ def prove(model: Any) -> bool:
     try:
         with watched_embeddings(base) as seen:
             shared = pair_scores(base, batch, shares=True)
-            own = [torch.autograd.grad(shared[:, side].sum(), seen[0], retain_graph=True)[0] for side in (0, 1)]
+            gradients = [torch.autograd.grad(shared[:, side].sum(), seen[0], retain_graph=True)[0] for side in (0, 1)]
             with torch.no_grad():
                 apart = pair_scores(base, batch, shares=False)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         if ran_out_of_memory(error):
             raise
         return False
-    leaks = own[0][is_second].any() or own[1][is_first].any()
+    crosses = gradients[0][is_second].any() or gradients[1][is_first].any()
     is_half = base.dtype.itemsize < 4 or torch.is_autocast_enabled(shared.device.type)
     tolerance = PROOF_TOLERANCE if is_half else 1e-5
     largest = float(apart.abs().max())
-    return bool(not leaks and torch.allclose(shared, apart, rtol=tolerance, atol=tolerance * largest))
+    return bool(not crosses and torch.allclose(shared, apart, rtol=tolerance, atol=tolerance * largest))
 
 
 BINS = 10

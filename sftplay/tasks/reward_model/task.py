@@ -1,4 +1,4 @@
-"""The reward model: a score for answers, learned from pairs of which one was chosen."""
+"""The reward model: a score for answers, learned from pairs in which one answer was chosen."""
 
 from __future__ import annotations
 
