@@ -271,7 +271,7 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         from sftplay.data.layouts import select_data_config
 
         data = select_data_config(cfg, kind)
-    refused: list[str] = []
+    refused, fixes = list[str](), list[str]()
     for source, row in islice(read_rows(path, read_dialect(data)), 32):
         n_rows += 1
         try:
@@ -291,6 +291,7 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
                 return
         except DataError as error:
             refused.append(f"{source} {error.what}")
+            fixes.append(error.fix)
     where = _where(cfg, key)
     if not n_rows:
         raise DataError(f"{path}: has no rows", where=where, fix="name a file with at least one row")
@@ -299,7 +300,9 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     count = "its only row cannot" if n_rows == 1 else f"none of its first {n_rows} rows can"
     reasons = "".join(f"\n  {reason}" for reason in refused[:5])
     fix = "name its layout with data.format and its columns with data.columns, or another file"
-    if kind == "cpt":
+    if cfg.task.part("rows"):  # a task that reads its own rows knows no layouts by name
+        fix = "; ".join(dict.fromkeys(filter(None, fixes))) or "name another file"
+    elif kind == "cpt":
         fix = "name the column of the text, data.columns: {text: NAME}; chats take task_mode cpt_mixed and type: chat"
     raise DataError(f"{path}: {count} be read{reasons}", where=where, fix=fix)
 

@@ -212,7 +212,7 @@ class Gate:
             " answer; end it before the white space": self.joined,
         }
         yield from (f"{sentence}: {count:,}" for sentence, count in sentences.items() if count)
-        if any(self.answers) and not min(self.answers):
+        if not self.pairs and any(self.answers) and not min(self.answers):
             yield f"all {sum(self.answers):,} answers have one verdict, so nothing is told apart"
 
 
@@ -247,7 +247,8 @@ def gate_table(figures: Mapping[str, Any]) -> list[str]:
     length, longer = figures["longer_is_better_accuracy"], figures["share_chosen_longer"]
     judged = f"{figures['pairs']:,} pairs"
     if "desirable" in figures:
-        judged = f"{figures['desirable']:,} wanted and {figures['undesirable']:,} unwanted answers"
+        judged = f"{judged}, " if figures["pairs"] else ""
+        judged += f"{figures['desirable']:,} wanted and {figures['undesirable']:,} unwanted answers"
     lines = [
         f"gate           {judged}; {figures['equal']:,} with equal sides, {figures['swapped']:,} also the other way,"
         f" {figures['white_space_only']:,} that differ only in white space,"

@@ -140,6 +140,7 @@ def _settings(cfg: RunConfig) -> Iterator[Problem]:
     """Yield settings of other tasks that would be ignored, or would change the log-probabilities that are compared."""
     train, task = cfg.train, cfg.task_mode
     table = (
+        ("data.format", cfg.data.format != "auto", "the layout of each row is found by its keys", "auto"),
         ("train.packing", train.packing is True, "true packs rows, but answers already share a row", "false"),
         (
             "train.loss_head", train.loss_head == "liger",

@@ -17,6 +17,7 @@ class RewardModelSpec(TaskSpec):
         table = (
             ("model.merge_adapter", model.adapter is not None and not model.merge_adapter,
              "false continues an adapter, but one that writes cannot become one that scores", "true"),
+            ("data.format", cfg.data.format != "auto", "the layout of each row is found by its keys", "auto"),
             ("train.packing", train.packing is True, "true packs rows, but a score needs a row's own end", "false"),
             ("train.loss_head", train.loss_head in ("chunked", "liger"),
              f"{train.loss_head} computes a loss over the vocabulary, and a score has none", "auto"),

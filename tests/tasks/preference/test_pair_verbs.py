@@ -108,3 +108,10 @@ def test_init_writes_a_config_for_pairs_and_says_which_tasks_learn_them(tiny_lla
     with pytest.raises(DataError) as refusal:
         draft_config(path, asked, machine=probe(), out="run.yaml")
     assert "task_mode=dpo" in refusal.value.fix
+
+
+def test_file_of_another_task_is_refused_with_the_remedy_of_its_rows(run: Run):
+    answers = [{"prompt": f"Why {n}?", "completion": "Since.", "label": True} for n in range(3)]
+    with pytest.raises(DataError, match="none of its first 3 rows can be read") as refusal:
+        run(inspect, answers)
+    assert refusal.value.fix == "write task_mode: kto, or give pairs"
