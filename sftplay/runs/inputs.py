@@ -145,7 +145,8 @@ def load_checked(
 def _keys(cfg: RunConfig) -> list[str]:
     if not cfg.task.reads_text:
         return [*find_task_spec(cfg).list_inputs(cfg), "logging.backend"]
-    return ["model.name", *(key for key, _ in row_paths(cfg)), "data.template", "logging.backend", TERMS]
+    inputs = find_task_spec(cfg).list_inputs(cfg)
+    return ["model.name", *(key for key, _ in row_paths(cfg)), *inputs, "data.template", "logging.backend", TERMS]
 
 
 def _join_problems(problems: Sequence[SftplayError]) -> SftplayError:
@@ -191,7 +192,7 @@ def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
             from sftplay.model.new_tokens import read_terms
 
             read_terms(cfg.tuning.new_tokens.path)
-    elif not cfg.task.reads_text:
+    elif not cfg.task.reads_text or key in find_task_spec(cfg).list_inputs(cfg):
         find_task_spec(cfg).check_input(cfg, key, where=_where(cfg, key))
     elif (path := cfg.get_value(key)) is not None and not is_hub_name(path):
         try:

@@ -23,6 +23,8 @@ class RewardModelSpec(TaskSpec):
              f"{train.loss_head} computes a loss over the vocabulary, and a score has none", "auto"),
             ("train.batching", train.batching == "tokens", "a micro-batch has a fixed number of pairs", "examples"),
             ("tuning.backend", tuning.backend == "unsloth", "unsloth is not offered", "bnb"),
+            ("train.extra.label_smoothing_factor", bool(train.extra.get("label_smoothing_factor")),
+             "it smooths the labels of tokens, and a score has none", "0"),
             ("tuning.new_tokens.path", adds_rows, "an adapter cannot train rows of new tokens without a head", "null"),
         )  # fmt: skip
         for key, is_asked, why, remedy in table:

@@ -89,3 +89,9 @@ def test_a_run_that_has_measured_nothing_and_broken_files_have_a_page(tmp_path: 
     (folder / "eval" / "after.json").write_text(json.dumps({"accuracy": "x", "n": None}))
     (folder / "eval" / "after.jsonl").write_text('{"row": 1, "margin": "x"}\nnull\n')
     assert "new" in render(RunFiles(RunFolder(folder)))
+
+
+def test_the_loss_of_pairs_is_not_said_to_be_one_of_tokens(run: RunFiles):
+    page = render(run)
+    assert "mean of a row" in page
+    assert "nats a token" not in page
