@@ -208,7 +208,7 @@ def weights_notes(cfg: RunConfig, figures: Mapping[str, Any]) -> list[str]:
 
     n_D weight_D / (n_U weight_U) shall lie between 1 and 4/3 (Ethayarajh 2024, section 4.2).
     """
-    wanted, unwanted = (figures["pairs"] + figures.get(side, 0) for side in ("desirable", "undesirable"))
+    wanted, unwanted = (figures["trained"][side] for side in ("desirable", "undesirable"))
     if not (takes_single_answers(cfg) and wanted and unwanted):
         return []
     weights = cfg.preference
@@ -309,7 +309,7 @@ class PairPreparation(Preparation):
         examples = self._policies.keep(outcome, side)
         if examples and outcome.facts is not None:
             gate.joined += outcome.is_joined
-            gate.add(outcome.facts)
+            gate.add(outcome.facts, is_trained=side == "train")
             # What is not computed twice does not count as cut: the policies compare with the longer side.
             joined = sum(len(example.ids) // 4 for example in examples)
             longest = sum(example.longest_side for example in examples if isinstance(example, PairExample))
