@@ -100,7 +100,7 @@ TASKS = {
     ),
     "reward_model": TaskRow(
         "reward_model", {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}, "reward_model", "trains no score",
-        gives_score=True, trl_config="RewardConfig", memory_head="score",
+        gives_score=True, trl_config="TrainingArguments", memory_head="score",
         headlines=(("accuracy", "Pairs right"),), title="A score for answers (reward model)",
     ),
     "score": TaskRow(
