@@ -49,7 +49,7 @@ def somewhere(rng: Random, *steps: int) -> Callable[[Path], dict[str, str]]:
 RANDOM = Random(33)
 KILLS: dict[tuple[str, str], dict[str, Callable[[Path], dict[str, str]]]] = {
     ("dpo", "lora"): {
-        "in the pass of the reference": lambda home: killed_in(home, "evaluation", 0, time=3),
+        "in the pass of the reference": lambda home: killed_in(home, "evaluation", 1, time=3),
         "the reference is in the cache, not in the run folder": lambda home: killed_at(
             home, "os.rename", r"killed/reference\.safetensors$"
         ),
