@@ -27,7 +27,7 @@ Verb = Callable[..., CompletedProcess[str]]
 STEPS = 6
 SETTINGS = {
     "model__max_seq_len": 128, "train__max_steps": STEPS, "train__batch_size": 2, "train__learning_rate": 0.005,
-    "train__optim": "adamw_torch", "train__precision": "fp32", "train__save_steps": 2, "train__eval_steps": 3,
+    "train__optim": "adamw_torch", "train__precision": "fp32", "train__save_steps": 2, "train__eval_steps": 2,
     "train__save_total_limit": 9, "eval__limit": 2, "preference__beta": 0.5,
 }  # fmt: skip
 
@@ -57,7 +57,7 @@ KILLS: dict[tuple[str, str], dict[str, Callable[[Path], dict[str, str]]]] = {
         "the first checkpoint is half written": lambda home: killed_at(
             home, "open", r"checkpoint-2/trainer_state\.json$"
         ),
-        "while held-out pairs are measured": lambda home: killed_in(home, "evaluation", 3, time=3),
+        "while held-out pairs are measured": lambda home: killed_in(home, "evaluation", 4, time=3),
         "behind a checkpoint": somewhere(RANDOM, 5, 6),
     },
     ("kto", "full"): {
@@ -101,7 +101,7 @@ def test_a_run_killed_again_and_again_ends_with_the_bits_of_one_that_was_not(
     assert [line["step"] for line in lines_of(whole)] == list(range(1, STEPS + 1))
     results = [*whole.rglob("adapter/*.safetensors"), *whole.rglob("model/*.safetensors")]
     evaluations = list((whole / "eval").iterdir())
-    assert {"step-3.json", "step-6.json", "step-3.jsonl"} <= {path.name for path in evaluations}
+    assert {"step-2.json", "step-6.json", "step-4.jsonl"} <= {path.name for path in evaluations}
     assert len(results) == 1
     for path in results + evaluations:
         assert (killed / path.relative_to(whole)).read_bytes() == path.read_bytes(), path.name
