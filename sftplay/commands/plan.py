@@ -62,7 +62,7 @@ def plan(args: Namespace) -> int:
     lines = [
         *describe_model(forecast),
         f"tuning      {sized.cfg.tuning.mode}, {train.precision}, {task.describe_tokens(sized.cfg, forecast.size.seq)}",
-        f"batch       {sizes} {task.unit} a step (batch_size x grad_accum x processes = effective batch)",
+        f"batch       {sizes} {task.unit(cfg)} a step (batch_size x grad_accum x processes = effective batch)",
         *task.describe_sampling(forecast, sized.as_plan()),
         *(f"            {key} = {decision.value}: {decision.reason}" for key, decision in sized.decisions.items()),
         "memory on each device, at its peak",

@@ -65,7 +65,7 @@ class TaskSpec:
         yield from ()
 
     def list_inputs(self, cfg: RunConfig) -> list[str]:
-        """Return the keys that name files or folders, where the task reads no text."""
+        """Return the task's own keys that name files, folders or models."""
         return []
 
     def check_input(self, cfg: RunConfig, key: str, *, where: str) -> None:

@@ -200,8 +200,9 @@ Sizing = Callable[..., SizedRun]  # sizes a config for the machine in question; 
 class TaskReport:
     """A task in the plan's text. Its `plan.py` holds one as PLAN, where it differs."""
 
-    unit = "rows"
-    """What a step counts."""
+    def unit(self, cfg: RunConfig) -> str:
+        """Return what a step counts."""
+        return "rows"
 
     def where_model(self, cfg: RunConfig) -> str:
         """Return the place that names the model, for an error about it."""

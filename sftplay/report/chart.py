@@ -18,6 +18,7 @@ LEAST_DRAWN, MOST_DRAWN = 1e-100, 1e100
 
 AXES = {
     "loss": "nats a token",
+    "row_loss": "mean of a row",
     "learning_rate": "rate",
     "grad_norm": "norm",
     "tokens": "tokens a second",

@@ -121,7 +121,7 @@ def pick_answers(run: RunFiles, prefix: str) -> list[Block]:
 
     def read_rows(side: str) -> Iterator[dict[str, Any]]:
         rows = run.rows(f"eval/{run.stands_for.get(f'{prefix}{side}', f'{prefix}{side}')}.jsonl")
-        return (row for row in rows if isinstance(row.get("row"), int | str))
+        return (row for row in rows if isinstance(row.get("row"), int | str) and "prediction" in row)
 
     # The files may be large: a first pass reads the verdicts, a second one the rows that are shown.
     before, after = (

@@ -82,8 +82,9 @@ def find_name(key: str) -> str:
 
 
 def capitalized(text: str) -> str:
-    """Return the text with a capital in front."""
-    return text[:1].upper() + text[1:]
+    """Return the text with a capital in front, unless it begins with the name of a key."""
+    first = text.partition(" ")[0].rstrip(".:,")
+    return text if "." in first or "_" in first else text[:1].upper() + text[1:]
 
 
 def as_number(value: object) -> float | None:

@@ -161,7 +161,9 @@ def draw_curves(run: RunFiles, mixed: Sequence[ChartPlan], *, drawn: Collection[
     others = [key for key in values if not (key in known or key.startswith(("reward/", "eval_")))][:8]
     main += [(capitalized(find_name(key)), key, [logged(run, key)]) for key in others]
     training = logged(run, "loss", name="training")
-    plans: list[ChartPlan] = [("Loss", "loss", [training, held_out_losses(run)]), *mixed, *main]
+    counts_rows = run.task is not None and (run.task.compares_answers or run.task.gives_score)
+    unit = "row_loss" if counts_rows else "loss"
+    plans: list[ChartPlan] = [("Loss", unit, [training, held_out_losses(run)]), *mixed, *main]
     if run.learns_from_rewards:
         plans = [*main, ("Loss of the update, near 0 by construction", "update_loss", [training])]
     return draw(run, [plan for plan in plans if any(value for curve in plan[2] for _, value in curve.points)])
@@ -288,7 +290,8 @@ def _tiles(run: RunFiles) -> list[Tile]:
     model = mapping(run.manifest.get("model"))
     whole, trained = (as_size(model.get(key)) for key in ("parameters", "trainable_parameters"))
     if whole and trained is not None:
-        share = f"{100 * trained / whole:.2g} % of {format_count(whole)}"
+        percent = 100 * trained / whole
+        share = f"{f'{percent:.2g}' if percent < 99.5 else '100'} % of {format_count(whole)}"
         tiles.append(("Weights that train", format_count(trained), share))
     if machine := mapping(run.manifest.get("machine")):
         gpus = [str(gpu.get("name")) for gpu in mappings(machine.get("gpus"))]

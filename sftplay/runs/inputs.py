@@ -145,7 +145,8 @@ def load_checked(
 def _keys(cfg: RunConfig) -> list[str]:
     if not cfg.task.reads_text:
         return [*find_task_spec(cfg).list_inputs(cfg), "logging.backend"]
-    return ["model.name", *(key for key, _ in row_paths(cfg)), "data.template", "logging.backend", TERMS]
+    inputs = find_task_spec(cfg).list_inputs(cfg)
+    return ["model.name", *(key for key, _ in row_paths(cfg)), *inputs, "data.template", "logging.backend", TERMS]
 
 
 def _join_problems(problems: Sequence[SftplayError]) -> SftplayError:
@@ -191,7 +192,7 @@ def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
             from sftplay.model.new_tokens import read_terms
 
             read_terms(cfg.tuning.new_tokens.path)
-    elif not cfg.task.reads_text:
+    elif not cfg.task.reads_text or key in find_task_spec(cfg).list_inputs(cfg):
         find_task_spec(cfg).check_input(cfg, key, where=_where(cfg, key))
     elif (path := cfg.get_value(key)) is not None and not is_hub_name(path):
         try:
@@ -271,7 +272,7 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         from sftplay.data.layouts import select_data_config
 
         data = select_data_config(cfg, kind)
-    refused: list[str] = []
+    refused, fixes = list[str](), list[str]()
     for source, row in islice(read_rows(path, read_dialect(data)), 32):
         n_rows += 1
         try:
@@ -291,6 +292,7 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
                 return
         except DataError as error:
             refused.append(f"{source} {error.what}")
+            fixes.append(error.fix)
     where = _where(cfg, key)
     if not n_rows:
         raise DataError(f"{path}: has no rows", where=where, fix="name a file with at least one row")
@@ -299,7 +301,9 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     count = "its only row cannot" if n_rows == 1 else f"none of its first {n_rows} rows can"
     reasons = "".join(f"\n  {reason}" for reason in refused[:5])
     fix = "name its layout with data.format and its columns with data.columns, or another file"
-    if kind == "cpt":
+    if cfg.task.part("rows"):  # a task that reads its own rows knows no layouts by name
+        fix = "; ".join(dict.fromkeys(filter(None, fixes))) or "name another file"
+    elif kind == "cpt":
         fix = "name the column of the text, data.columns: {text: NAME}; chats take task_mode cpt_mixed and type: chat"
     raise DataError(f"{path}: {count} be read{reasons}", where=where, fix=fix)
 

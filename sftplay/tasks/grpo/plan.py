@@ -319,7 +319,8 @@ def decide_rows_at_once(share: int, forecast: Callable[[int], Forecast] | None) 
 class GrpoPlan(TaskSizing, TaskReport):
     """Completions are sampled and scored before the model learns from them."""
 
-    unit = "completions"
+    def unit(self, cfg: RunConfig) -> str:
+        return "completions"
 
     def memory(self, cfg: RunConfig, *, hardware: Hardware) -> Rollout:
         grpo = cfg.grpo

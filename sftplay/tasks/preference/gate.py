@@ -103,6 +103,7 @@ class Gate:
     joined: int = 0
     pairs: int = 0
     answers: list[int] = field(default_factory=lambda: [0, 0])  # with a verdict: not desirable, desirable
+    trained: list[int] = field(default_factory=lambda: [0, 0])  # of the answers to train on alone, also those of pairs
     _longer: list[int] = field(default_factory=lambda: [0, 0])  # pairs with a longer rejected, a longer chosen side
     _lengths: tuple[array[int], array[int]] = field(default_factory=lambda: (array("q"), array("q")))
     _has: tuple[Counter[str], Counter[str]] = field(default_factory=lambda: (Counter(), Counter()))
@@ -112,8 +113,10 @@ class Gate:
     _against: int = 0
     _passed_over: int = 0  # phrases that were new when there were MOST_PHRASES
 
-    def add(self, facts: PairFacts) -> None:
+    def add(self, facts: PairFacts, *, is_trained: bool = True) -> None:
         """Count a pair, or an answer, that is kept."""
+        for verdict in (False, True) if facts.desirable is None else (facts.desirable,):
+            self.trained[verdict] += is_trained
         sides = [(*_names(bits), *phrases) for bits, phrases in zip(facts.traits, facts.phrases, strict=True)]
         if facts.desirable is None:
             self.pairs += 1
@@ -173,9 +176,11 @@ class Gate:
     def as_json(self, duplicates: int) -> dict[str, Any]:
         """Return the figures under the names of `data_report.json`."""
         found = {name: share for name, (share, _, _) in self.features.items() if name == LENGTH or name in TRAITS}
+        trained = {"undesirable": self.trained[0], "desirable": self.trained[1]}
         figures: dict[str, Any] = {
             "pairs": self.pairs,
             **({"desirable": self.answers[1], "undesirable": self.answers[0]} if any(self.answers) else {}),
+            "trained": trained,
             "equal": self.equal,
             "white_space_only": self.white_space_only,
             "swapped": self.swapped,
@@ -212,8 +217,8 @@ class Gate:
             " answer; end it before the white space": self.joined,
         }
         yield from (f"{sentence}: {count:,}" for sentence, count in sentences.items() if count)
-        if any(self.answers) and not min(self.answers):
-            yield f"all {sum(self.answers):,} answers have one verdict, so nothing is told apart"
+        if any(self.trained) and not min(self.trained):
+            yield f"all {sum(self.trained):,} answers to train on have one verdict, so nothing is told apart"
 
 
 def _describe(name: str, share: float, *, kind: str) -> str:
@@ -247,7 +252,8 @@ def gate_table(figures: Mapping[str, Any]) -> list[str]:
     length, longer = figures["longer_is_better_accuracy"], figures["share_chosen_longer"]
     judged = f"{figures['pairs']:,} pairs"
     if "desirable" in figures:
-        judged = f"{figures['desirable']:,} wanted and {figures['undesirable']:,} unwanted answers"
+        judged = f"{judged}, " if figures["pairs"] else ""
+        judged += f"{figures['desirable']:,} wanted and {figures['undesirable']:,} unwanted answers"
     lines = [
         f"gate           {judged}; {figures['equal']:,} with equal sides, {figures['swapped']:,} also the other way,"
         f" {figures['white_space_only']:,} that differ only in white space,"

@@ -31,7 +31,7 @@ from sftplay.tasks.preference.gate import Gate, gate_table
 from sftplay.tasks.preference.pairs import Pair, takes_single_answers, to_pair
 from sftplay.tasks.preference.render_pairs import EQUAL, PairExample, PairOptions, PairOutcome, PairProcessor, note_keys
 
-VERSION = 1
+VERSION = 2
 """To be raised when this package turns the same rows into other tokens; older caches are then not used."""
 
 TOKENS = pa.list_(pa.int64())
@@ -141,6 +141,8 @@ def load(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None
         source = report["sources"].get("train", report)
         went = where_rows_went(source, refused_rows=report["refused_rows"])
         fix = "raise model.max_seq_len if rows are too long, lower data.split, or correct the refused rows"
+        if n_held := source["read"] - sum(source["dropped"].values()) - source["refused"]:
+            went = f"{went}, {n_held:,} held out"
         raise DataError(f"no pair is left to train on: {went}", where=cfg.rows_path, fix=fix)
     note_lengths(cfg, report)
     return pairs
@@ -206,8 +208,8 @@ def weights_notes(cfg: RunConfig, figures: Mapping[str, Any]) -> list[str]:
 
     n_D weight_D / (n_U weight_U) shall lie between 1 and 4/3 (Ethayarajh 2024, section 4.2).
     """
-    wanted, unwanted = figures.get("desirable", 0), figures.get("undesirable", 0)
-    if not (wanted and unwanted):
+    wanted, unwanted = (figures["trained"][side] for side in ("desirable", "undesirable"))
+    if not (takes_single_answers(cfg) and wanted and unwanted):
         return []
     weights = cfg.preference
     ratio = wanted * weights.desirable_weight / (unwanted * weights.undesirable_weight)
@@ -307,7 +309,7 @@ class PairPreparation(Preparation):
         examples = self._policies.keep(outcome, side)
         if examples and outcome.facts is not None:
             gate.joined += outcome.is_joined
-            gate.add(outcome.facts)
+            gate.add(outcome.facts, is_trained=side == "train")
             # What is not computed twice does not count as cut: the policies compare with the longer side.
             joined = sum(len(example.ids) // 4 for example in examples)
             longest = sum(example.longest_side for example in examples if isinstance(example, PairExample))
@@ -471,6 +473,8 @@ def pairs_table(report: Mapping[str, Any]) -> str:
     if unused := report["unused_columns"]:
         columns = ", ".join(f"{name[:40]!r} ({count:,})" for name, count in unused.items())
         lines.append(f"  unused         columns {columns[:90]}")
+    if typed := report["typed_specials"]:
+        lines.append(f"  special        {typed:,} {noun} spell a special token; it is read as text")
     lines += [f"  {line}" for line in gate_table(report["preference"])]
     lines.append(f"  mask           by {report['mask_method']}, template {report['template_hash'][:12]}")
     longest = f"longest {report['longest_tokens']:,} tokens with its prompt, limit {report['max_seq_len']:,}"

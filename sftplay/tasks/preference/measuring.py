@@ -206,7 +206,7 @@ def describe_lines(
         texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], ids[start:end], ids[end:])]
         line: dict[str, Any] = {"row": row["row"], "prompt": texts[0]}
         if cfg.task_mode == "kto":  # the second answer belongs to another prompt
-            names = names[:1]
+            names = ["reference" if row["desirable"] else "rejected"]
             line["desirable"] = row["desirable"]
         else:
             line["margin"] = rewarded[number][0] - rewarded[number][1]

@@ -104,7 +104,7 @@ def to_pair(
     Raise DataError where the row is neither, or breaks a rule; `where` is file:line, `what` the reason.
     """
     try:
-        row = rename_columns(row, reading, is_partial=True)
+        columns, row = dict(reading.columns), _unpack(rename_columns(row, reading, is_partial=True))
         reading = replace(reading, columns=())
         if _has_pair(row):
             return _read_pair(row, source, reading=reading, is_plain=is_plain)
@@ -114,9 +114,31 @@ def to_pair(
             what = f"is one answer with a verdict, not a pair; its keys are {listed(row)}"
             refuse(what, "write task_mode: kto, or give pairs")
         name = "chosen" if optional(row, CHOSEN) is None else "rejected"
+        if (column := columns.get(name, name)) != name and name not in row:
+            what = f"has no column {column!r}, to which data.columns maps {name!r}; its other keys are {listed(row)}"
+            refuse(what, "correct data.columns, or the row")
         refuse(f"has no {name!r} side; its keys are {listed(row)}", FIX_PAIR)
     except DataError as error:
         raise DataError(error.what, where=str(source), fix=error.fix) from None
+
+
+_DIALOGUE = re.compile(
+    r"""\s*\[\s*\{.*?(["'])(role|from)\1\s*:\s*(["'])(system|user|assistant|tool|human|gpt)\3""", re.S
+)
+
+
+def _unpack(row: RowFields) -> RowFields:
+    """Return the row with messages in place of the JSON text of them: cells of csv and parquet often hold that.
+
+    Raise DataError where a text begins as messages do, and is no JSON: Python's own notation of a list.
+    """
+    texts = {name: row[name] for name in ("prompt", *CHOSEN, *REJECTED, "completion") if name in row}
+    found = {
+        name: expect_list(value, name, of="messages")
+        for name, value in texts.items()
+        if isinstance(value, str) and value.lstrip()[:1] == "[" and _DIALOGUE.match(value)
+    }
+    return {**row, **found} if found else row
 
 
 def _has_pair(row: RowFields) -> bool:
@@ -159,6 +181,9 @@ def _complete(
     row: RowFields, source: Source, prompt: Sequence[Message], *, sides: Sequence[Sequence[Message]], reading: Any
 ) -> Pair:
     """Return the pair with its system prompt and tools, each side checked as a chat."""
+    for place, turn in enumerate(prompt, 1):
+        if not turn.calls and not turn.content.strip():
+            refuse(f"its prompt: message {place}, from {turn.role!r}, is empty")
     whole, n_given = [tie_results((*prompt, *side)) for side in sides], len(prompt)
     for turns, side, name in zip(whole, sides, ("chosen", "rejected") if len(sides) == 2 else ("completion",)):
         if not side:

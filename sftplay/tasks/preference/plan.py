@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from sftplay.config.run import RunConfig
+from sftplay.data.cache import read_lengths
+from sftplay.errors import DataError
 from sftplay.machine.probe import Machine
 from sftplay.model.source import BUILTIN_CONFIGS
 from sftplay.plan.activations import FP32, norm_kept, norm_out_bytes
@@ -123,6 +127,21 @@ class PairMemory:
         return float(flops / (CPU_FLOPS_PER_CORE * device.cores))
 
 
+def is_pair_file(cfg: RunConfig) -> bool:
+    """Return whether the first readable row of the file to train on is a pair, not one answer."""
+    from sftplay.data.layouts import read_layout_options
+    from sftplay.data.read import read_dialect, read_rows
+    from sftplay.data.records import Refused
+    from sftplay.tasks.preference.pairs import to_pair
+
+    for source, row in islice(read_rows(cfg.rows_path, read_dialect(cfg.data)), 32):
+        if not isinstance(row, Refused):
+            with suppress(DataError):
+                pair = to_pair(row, source, reading=read_layout_options(cfg.data), takes_answers=True, is_plain=True)
+                return pair.desirable is None
+    return False
+
+
 def _count_other(other: ModelShape | None, setup: MemorySetup) -> float:
     """Count the bytes of another model that is the reference. It is whole on every device, and has no adapter."""
     return standing_bytes(other, setup).weights if other is not None else 0.0
@@ -164,7 +183,12 @@ def _count_scores(shape: ModelShape, setup: MemorySetup, labelled: int) -> int:
 class PreferencePlan(TaskSizing, TaskReport):
     """The prompt of a pair is computed with both of its answers."""
 
-    unit = "pairs"
+    def unit(self, cfg: RunConfig) -> str:
+        return "answers" if cfg.task_mode == "kto" else "pairs"
+
+    def rows_per_record(self, cfg: RunConfig) -> int:
+        """Return 2 in kto where the first row that can be read is a pair, and its answers were not yet counted."""
+        return 2 if cfg.task_mode == "kto" and not read_lengths(cfg) and is_pair_file(cfg) else 1
 
     def memory(self, cfg: RunConfig, *, hardware: Hardware) -> PairMemory:
         has_kernel = cfg.model.attn in ("sdpa", "eager", "auto")

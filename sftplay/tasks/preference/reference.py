@@ -28,7 +28,7 @@ from sftplay import log
 from sftplay.atomic import write_bytes
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import fingerprint
-from sftplay.errors import ConfigError, RunError
+from sftplay.errors import ConfigError, DataError, MachineError, RunError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import attach_adapter
 from sftplay.model.out_of_memory import AdaptiveBatches, free_memory, gather_objects
@@ -263,6 +263,16 @@ def not_sharded(trainer: Any) -> Iterator[None]:
             set_hf_deepspeed_config(config)
 
 
+@contextmanager
+def named_as_reference(where: str) -> Iterator[None]:
+    """Inside, what cannot be opened is reported at the key that names the reference, not at `model.name`."""
+    try:
+        yield
+    except (ConfigError, DataError, MachineError) as error:
+        fix = error.fix.replace("model.name", "preference.reference")
+        raise type(error)(error.what, where=where, fix=fix) from error
+
+
 def open_reference(cfg: RunConfig) -> Any:
     """Open the model that `preference.reference` names, whole on this process's device, in the form of the run's own:
     in 4 bits for qlora, in fp32 where all weights train.
@@ -275,12 +285,15 @@ def open_reference(cfg: RunConfig) -> Any:
     where = f"{cfg.origins.get('preference.reference', 'default')} preference.reference"
     source = locate(found.name)
     named = cfg.model.model_copy(update={"name": source, "revision": found.revision, "adapter": None})
-    tokens, others = load_tokenizer(cfg.model), load_tokenizer(named)
+    tokens = load_tokenizer(cfg.model)
+    with named_as_reference(where):
+        others = load_tokenizer(named)
     if tokens.get_vocab() != others.get_vocab():
         what = f"{cfg.preference.reference} reads other tokens than {cfg.model.name}"
         raise ConfigError(what, where=where, fix="name a model with the same tokenizer, or write start")
     dtype = torch.float32 if cfg.tuning.mode == "full" else frozen_dtype(cfg)
-    model = open_model(cfg, source, dtype=dtype, revision=found.revision)
+    with named_as_reference(where):
+        model = open_model(cfg, source, dtype=dtype, revision=found.revision)
     return (model if found.adapter is None else attach_adapter(model, found.adapter)).eval()
 
 

@@ -82,8 +82,15 @@ def tabulate_figures(run: RunFiles) -> Table:
     return Table(head=head, rows=rows, kinds=" nnv", caption=caption)
 
 
+def _find_margin(line: dict[str, Any]) -> float | None:
+    """Return the margin of a pair; of a single answer with a verdict its reward."""
+    rewards = line.get("rewards")
+    is_single = "margin" not in line and isinstance(rewards, list) and len(rewards) == 1
+    return as_number(rewards[0] if is_single and isinstance(rewards, list) else line.get("margin"))
+
+
 def _margin(line: dict[str, Any] | None) -> str:
-    margin = as_number((line or {}).get("margin"))
+    margin = _find_margin(line or {})
     return f"{margin:+.3f}" if margin is not None and math.isfinite(margin) else "–"
 
 
@@ -92,24 +99,29 @@ def tabulate_pairs(before: list[dict[str, Any]], after: list[dict[str, Any]]) ->
 
     Single answers with a verdict (kto) have the reward in the margin's place.
     """
-    old = {(line.get("row"), str(line.get("reference"))): line for line in before}
-    known = [line for line in after if as_number(line.get("margin")) is not None]
-    known.sort(key=lambda line: -float(line["margin"]))
+    old = {(line.get("row"), str(line.get("reference")), str(line.get("rejected"))): line for line in before}
+    known = [line for line in after if _find_margin(line) is not None]
+    known.sort(key=lambda line: -(_find_margin(line) or 0.0))
+    is_single = any("margin" not in line for line in known)
+    sides, figure = (["Wanted", "Not wanted"], "Reward") if is_single else (["Chosen", "Rejected"], "Margin")
+    caption = f"{len(known):,} held-out pairs by margin; below 0 the model is wrong"
+    if is_single:
+        caption = f"{len(known):,} held-out answers by reward; those that are not wanted should be the last ones"
     step = max(1.0, (len(known) - 1) / max(1, SHOWN - 1))
     shown = [known[round(place * step)] for place in range(min(SHOWN, len(known)))]
     rows = [
         [
             *(cut(line.get(name) or "", MOST_CHARACTERS) for name in ("prompt", "reference", "rejected")),
-            _margin(old.get((line.get("row"), str(line.get("reference"))))),
+            _margin(old.get((line.get("row"), str(line.get("reference")), str(line.get("rejected"))))),
             _margin(line),
         ]
         for line in shown
     ]
     return Table(
-        head=["Prompt", "Chosen", "Rejected", "Margin before", "Margin after"],
+        head=["Prompt", *sides, f"{figure} before", f"{figure} after"],
         rows=rows,
         kinds="   nn",
-        caption=f"{len(shown):,} of {len(known):,} held-out pairs by margin; below 0 the model is wrong",
+        caption=f"{len(shown):,} of {caption}",
         stacks=True,
     )
 
@@ -158,6 +170,8 @@ def tabulate_gate(gate: dict[str, Any]) -> list[Block]:
     """Show what the data report says of the pairs: counts, features that decide labels alone, and score margins."""
     rows = []
     for key, name in GATE.items():
+        if key == "pairs" and "desirable" in gate and not gate.get(key):
+            continue
         if (number := as_number(gate.get(key))) is not None:
             is_part = key in ("longer_is_better_accuracy", "share_chosen_longer")
             rows.append([name, f"{number:.2f}" if is_part else format_figure("n", number)])

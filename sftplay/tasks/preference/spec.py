@@ -88,6 +88,12 @@ def find_reference_model(cfg: RunConfig) -> ReferenceModel:
 class PreferenceSpec(TaskSpec):
     """A model learns which of two answers is better."""
 
+    def list_inputs(self, cfg: RunConfig) -> list[str]:
+        return [REFERENCE] if uses_reference(cfg) and cfg.preference.reference not in KINDS else []
+
+    def check_input(self, cfg: RunConfig, key: str, *, where: str) -> None:
+        find_reference_model(cfg)
+
     def broken_rules(self, cfg: RunConfig) -> Iterator[Problem]:
         yield from _loss(cfg)
         yield from _reference(cfg)
@@ -96,7 +102,8 @@ class PreferenceSpec(TaskSpec):
     def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         for name, tasks in READERS.items():
             if cfg.task_mode not in tasks:
-                yield f"preference.{name}", "task_mode", f"only {' and '.join(tasks)} reads it"
+                listed = " and ".join(filter(None, (", ".join(tasks[:-1]), tasks[-1])))
+                yield f"preference.{name}", "task_mode", f"only {listed} {'read' if tasks[1:] else 'reads'} it"
         why = f"task_mode {cfg.task_mode} counts the pairs that are right; its answers are for people to read"
         for key, _ in keys_in(cfg):
             if key == "eval.metrics" or key.startswith("rewards."):
@@ -140,6 +147,7 @@ def _settings(cfg: RunConfig) -> Iterator[Problem]:
     """Yield settings of other tasks that would be ignored, or would change the log-probabilities that are compared."""
     train, task = cfg.train, cfg.task_mode
     table = (
+        ("data.format", cfg.data.format != "auto", "the layout of each row is found by its keys", "auto"),
         ("train.packing", train.packing is True, "true packs rows, but answers already share a row", "false"),
         (
             "train.loss_head", train.loss_head == "liger",
@@ -157,7 +165,7 @@ def _settings(cfg: RunConfig) -> Iterator[Problem]:
     if train.extra.get("label_smoothing_factor"):
         what = f"it smooths the labels of tokens, and task_mode {task} learns from pairs"
         key = "train.extra.label_smoothing_factor"
-        yield Problem((key, "task_mode"), what, fix=f"remove it; {SMOOTHING} smooths those of pairs")
+        yield Problem((key, "task_mode"), what, fix=f"remove it; {SMOOTHING} smooths those of pairs, in task_mode dpo")
 
 
 SPEC = PreferenceSpec()

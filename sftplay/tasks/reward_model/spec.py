@@ -17,11 +17,14 @@ class RewardModelSpec(TaskSpec):
         table = (
             ("model.merge_adapter", model.adapter is not None and not model.merge_adapter,
              "false continues an adapter, but one that writes cannot become one that scores", "true"),
+            ("data.format", cfg.data.format != "auto", "the layout of each row is found by its keys", "auto"),
             ("train.packing", train.packing is True, "true packs rows, but a score needs a row's own end", "false"),
             ("train.loss_head", train.loss_head in ("chunked", "liger"),
              f"{train.loss_head} computes a loss over the vocabulary, and a score has none", "auto"),
             ("train.batching", train.batching == "tokens", "a micro-batch has a fixed number of pairs", "examples"),
             ("tuning.backend", tuning.backend == "unsloth", "unsloth is not offered", "bnb"),
+            ("train.extra.label_smoothing_factor", bool(train.extra.get("label_smoothing_factor")),
+             "it smooths the labels of tokens, and a score has none", "0"),
             ("tuning.new_tokens.path", adds_rows, "an adapter cannot train rows of new tokens without a head", "null"),
         )  # fmt: skip
         for key, is_asked, why, remedy in table:

@@ -341,7 +341,9 @@ def _format_peaks(seen: Forecast) -> str:
 class ScorePlan(TaskSizing, TaskReport):
     """Two models, or one with two adapters, sample episodes and learn from them."""
 
-    unit = "episodes"
+    def unit(self, cfg: RunConfig) -> str:
+        return "episodes"
+
     splits_by_strategy = False
 
     def memory(self, cfg: RunConfig, *, hardware: Hardware) -> Episodes:

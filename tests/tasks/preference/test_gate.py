@@ -200,4 +200,22 @@ def test_same_answer_with_both_verdicts_and_one_verdict_alone_are_said(tokenizer
     report = load_pairs(tmp_path / "a", [*rows, rows[0] | {"label": False}], tokenizer, task="kto").report
     assert "answers that repeat an earlier one with the opposite verdict: 1" in report["warnings"]
     report = load_pairs(tmp_path / "b", rows, tokenizer, task="kto").report
-    assert "all 5 answers have one verdict, so nothing is told apart" in report["warnings"]
+    assert "all 5 answers to train on have one verdict, so nothing is told apart" in report["warnings"]
+
+
+def test_pairs_and_answers_in_one_file_are_weighed_and_said_together(tokenizer: Any, tmp_path: Path):
+    single = {"prompt": "And?", "completion": "Since.", "label": True}
+    report = load_pairs(tmp_path / "a", [*random_pairs(9, seed=1), single], tokenizer, task="kto").report
+    assert not any("one verdict" in warning for warning in report["warnings"])
+    assert report["notes"] == []  # 10 wanted and 9 unwanted answers
+    assert "gate           9 pairs, 1 wanted and 0 unwanted answers" in pairs_table(report)
+
+
+def test_verdicts_of_held_out_answers_do_not_balance_those_to_train_on(tokenizer: Any, tmp_path: Path):
+    rows = [{"prompt": f"Why {n}?", "completion": f"Since {n}.", "label": n < 6} for n in range(9)]
+    others = [row | {"prompt": f"And {row['prompt']}"} for row in rows]
+    report = load_pairs(tmp_path / "a", rows[:6], tokenizer, task="kto", val=others).report
+    assert "all 6 answers to train on have one verdict, so nothing is told apart" in report["warnings"]
+    assert not any("weigh" in note for note in report["notes"])
+    report = load_pairs(tmp_path / "b", rows, tokenizer, task="kto", val=others[:6]).report
+    assert any("wanted answers weigh 2.00 times the others" in note for note in report["notes"])

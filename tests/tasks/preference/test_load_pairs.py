@@ -307,6 +307,20 @@ def test_layout_is_not_taken_from_a_key_that_means_other_rows(saved: Any, tmp_pa
         load_pairs(tmp_path, random_pairs(2, seed=1), saved, format="messages")
 
 
+def test_pair_that_is_held_out_alone_is_said_to_be_held_out(saved: Any, tmp_path: Path):
+    with pytest.raises(DataError, match="no pair is left to train on: 1 read, 1 held out"):
+        load_pairs(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "b"}], saved, split=0.9)
+
+
+def test_special_tokens_that_texts_spell_are_said(saved: Any, tmp_path: Path):
+    rows = [
+        {"prompt": "Why?", "chosen": f"a{END}", "rejected": "b"},
+        {"prompt": "How?", "chosen": "a", "rejected": "b"},
+    ]
+    table = pairs_table(load_pairs(tmp_path, rows, saved).report)
+    assert "special        1 pairs spell a special token; it is read as text" in table
+
+
 def test_nothing_left_to_train_on_ends_the_run_with_where_the_rows_went(saved: Any, tmp_path: Path):
     with pytest.raises(DataError, match="no pair is left to train on: 1 read, 1 equal sides"):
         load_pairs(tmp_path, [{"prompt": "Why?", "chosen": "a", "rejected": "a"}], saved)

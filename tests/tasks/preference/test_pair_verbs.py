@@ -98,13 +98,18 @@ def test_file_without_pairs_is_refused_before_anything_is_started(run: Run, tmp_
         load_checked(str(tmp_path / "run.yaml"), ["task_mode=kto"])
 
 
-def test_init_writes_a_config_for_pairs_and_says_which_tasks_learn_them(tiny_llama: Path, tmp_path: Path):
+def test_init_writes_a_config_for_pairs(tiny_llama: Path, tmp_path: Path):
     path = str(write_pairs(tmp_path / "pairs.jsonl", ROWS))
     asked = [f"model.name={tiny_llama}"]
     draft = draft_config(path, [*asked, "task_mode=dpo"], machine=probe(), out="run.yaml")
     assert draft.n_rows == 31
     assert draft.values["task_mode"][0] == "dpo"
     assert "data.columns" not in draft.values
-    with pytest.raises(DataError) as refusal:
-        draft_config(path, asked, machine=probe(), out="run.yaml")
-    assert "task_mode=dpo" in refusal.value.fix
+    assert draft_config(path, asked, machine=probe(), out="run.yaml").values["task_mode"][0] == "dpo"
+
+
+def test_file_of_another_task_is_refused_with_the_remedy_of_its_rows(run: Run):
+    answers = [{"prompt": f"Why {n}?", "completion": "Since.", "label": True} for n in range(3)]
+    with pytest.raises(DataError, match="none of its first 3 rows can be read") as refusal:
+        run(inspect, answers)
+    assert refusal.value.fix == "write task_mode: kto, or give pairs"

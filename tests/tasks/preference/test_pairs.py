@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -148,6 +149,11 @@ def test_columns_with_other_names_are_mapped():
 @pytest.mark.parametrize(
     ("row", "words"),
     [
+        (
+            {"prompt": [USER, GOOD, {"role": "user", "content": " "}], "chosen": "a", "rejected": "b"},
+            "its prompt: message 3, from 'user', is empty",
+        ),
+        ({"prompt": "Why?", "chosen": str([GOOD]), "rejected": str([BAD])}, "chosen is a text that is not JSON"),
         ({"prompt": "Why?", "chosen": "a"}, "has no 'rejected' side"),
         ({"prompt": "Why?", "chosen": None, "rejected": "b"}, "has no 'chosen' side"),
         ({"chosen": "a", "rejected": "b"}, "no prompt"),
@@ -195,6 +201,38 @@ def test_answer_with_a_verdict_is_read_in_any_layout_of_a_chat(label: object, ve
         pair = read(row | {name: label}, takes_answers=True)
         assert turns(pair) == PLAIN[:2]
         assert pair.desirable is verdict
+
+
+def test_cells_with_messages_as_json_text_are_read_as_messages():
+    whole = {"chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD], indent=1)}
+    parts = {"prompt": json.dumps([USER]), "chosen": json.dumps([GOOD]), "rejected": json.dumps([BAD])}
+    sharegpt = {
+        "prompt": "Why salt?",
+        "chosen": json.dumps([GPT]),
+        "rejected": json.dumps([GPT | {"value": "No idea."}]),
+    }
+    for row in (whole, parts, sharegpt):
+        assert turns(read(row)) == PLAIN
+    answer = {"prompt": parts["prompt"], "completion": parts["chosen"], "label": "1"}
+    assert turns(read(answer, takes_answers=True)) == PLAIN[:2]
+
+
+def test_answer_that_is_json_of_something_else_stays_a_text():
+    answers = [
+        '[{"city": "Rome"}]',
+        "[]",
+        '[{"role": "pilot", "content": "x"}]',
+        '{"role": "user", "content": "x"}',
+        "[{",
+    ]
+    for answer in answers:
+        pair = read({"prompt": "Why salt?", "chosen": answer, "rejected": "No idea."})
+        assert turns(pair)[1] == [("assistant", answer)]
+
+
+def test_column_that_is_mapped_and_missing_is_named():
+    what = reason({"prompt": "Why?", "chosen": "a", "rejected": "b"}, columns={"chosen": "good"})
+    assert "has no column 'good', to which data.columns maps 'chosen'" in what
 
 
 @pytest.mark.parametrize("label", ["maybe", 2, None, 0.5, [], math.nan])

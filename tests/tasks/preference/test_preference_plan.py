@@ -217,3 +217,23 @@ def test_the_plan_for_people_says_what_each_reference_costs(
     document = json.loads(sftplay("plan", "--config", path, "--gpus", "1xH100", "--json").stdout)
     assert document["phases"][PASS] > 0
     assert document["verdict"] == "fits"
+
+
+@pytest.mark.parametrize(
+    ("row", "steps"),
+    [
+        ({"prompt": "Why?", "chosen": "a", "rejected": "b"}, 2),  # each pair becomes two answers
+        ({"prompt": "Why?", "completion": "a", "label": True}, 1),
+    ],
+)
+def test_steps_of_kto_count_answers(row: dict[str, Any], steps: int, tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{json.dumps(row)}\n" * 32)
+    cfg = config_of(
+        task_mode="kto", data__train_path=str(rows), data__processed_dir=str(tmp_path), train__epochs=1,
+        train__effective_batch_size=32,
+    )  # fmt: skip
+    sized = size_run(cfg, probe(), shape=LLAMA)
+    assert sized.forecast is not None
+    assert PLAN.workload(cfg, sized.forecast).steps == steps
+    assert PLAN.unit(cfg) == "answers"

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from sftplay.launch.run_folder import RunFolder
+from sftplay.report.figures import capitalized
 from sftplay.report.report import render
 from sftplay.report.run_files import RunFiles
-from sftplay.tasks.preference.report import build_sections, tabulate_gate
+from sftplay.tasks.preference.report import build_sections, tabulate_gate, tabulate_pairs
 
 FIGURES = {"n": 40, "loss": 0.69, "accuracy": 0.5, "stderr": 0.079, "margin": 0.0, "logps/chosen": -5.0,
            "logps/rejected": -6.0, "tokens/chosen": 7.0, "tokens/rejected": 9.0}  # fmt: skip
@@ -89,3 +90,32 @@ def test_a_run_that_has_measured_nothing_and_broken_files_have_a_page(tmp_path: 
     (folder / "eval" / "after.json").write_text(json.dumps({"accuracy": "x", "n": None}))
     (folder / "eval" / "after.jsonl").write_text('{"row": 1, "margin": "x"}\nnull\n')
     assert "new" in render(RunFiles(RunFolder(folder)))
+
+
+def test_the_loss_of_pairs_is_not_said_to_be_one_of_tokens(run: RunFiles):
+    page = render(run)
+    assert "mean of a row" in page
+    assert "nats a token" not in page
+
+
+def test_answers_with_a_verdict_stand_under_it_with_their_rewards():
+    wanted = {"row": 0, "prompt": "Why?", "desirable": True, "reference": "Since.", "rewards": [0.25]}
+    unwanted = {"row": 1, "prompt": "How?", "desirable": False, "rejected": "So.", "rewards": [0.5]}
+    table = tabulate_pairs([wanted | {"rewards": [0.0]}], [wanted, unwanted])
+    assert table.head == ["Prompt", "Wanted", "Not wanted", "Reward before", "Reward after"]
+    assert table.rows == [["How?", "", "So.", "–", "+0.500"], ["Why?", "Since.", "", "+0.000", "+0.250"]]
+    kinds = [row[0] for row in tabulate_gate({"pairs": 0, "desirable": 1, "undesirable": 1})[0][1].rows]
+    assert kinds == ["wanted answers", "unwanted answers"]
+
+
+def test_scores_are_no_answers_and_a_key_keeps_its_letters(tmp_path: Path):
+    folder = tmp_path / "outputs" / "score"
+    (folder / "eval").mkdir(parents=True)
+    (folder / "config.resolved.yaml").write_text("task_mode: reward_model\n")
+    line = {"row": 0, "prompt": "Why?", "chosen": "Since.", "rejected": "So.", "scores": [1.0, 0.0], "correct": True}
+    (folder / "eval" / "after.jsonl").write_text(json.dumps(line) + "\n")
+    page = render(RunFiles(RunFolder(folder)))
+    assert "Exact match" not in page
+    assert "(empty)" not in page
+    assert capitalized("train.epochs 3: long") == "train.epochs 3: long"
+    assert capitalized("few rows") == "Few rows"

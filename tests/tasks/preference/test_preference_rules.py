@@ -8,7 +8,8 @@ import pytest
 
 from sftplay.config.load import load_config
 from sftplay.config.rules import notes
-from sftplay.errors import ConfigErrors
+from sftplay.errors import ConfigErrors, SeveralErrors
+from sftplay.runs.inputs import load_checked
 
 HEAD = "model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n"
 
@@ -53,6 +54,16 @@ REFUSED = {
     "task_mode: orpo\ntrain: {packing: true}": ("train.packing", "answers already share a row", "train.packing: false"),
     "task_mode: simpo\ntrain: {loss_head: liger}": ("train.loss_head", "compared by their sums", "loss_head: auto"),
     "task_mode: kto\ntrain: {neftune_alpha: 5}": ("train.neftune_alpha", "the noise would enter", "alpha: null"),
+    "task_mode: reward_model\ntrain: {extra: {label_smoothing_factor: 0.1}}": (
+        "train.extra.label_smoothing_factor",
+        "a score has none",
+        "write train.extra.label_smoothing_factor: 0",
+    ),
+    "task_mode: orpo\ntrain: {extra: {label_smoothing_factor: 0.1}}": (
+        "train.extra.label_smoothing_factor",
+        "it smooths the labels of tokens",
+        "remove it; preference.label_smoothing smooths those of pairs, in task_mode dpo",
+    ),
     "task_mode: dpo\ntuning: {backend: unsloth}": ("tuning.backend", "unsloth is not offered", "backend: bnb"),
     "task_mode: dpo\ntrain: {extra: {label_smoothing_factor: 0.1}}": (
         "train.extra.label_smoothing_factor",
@@ -71,6 +82,26 @@ def test_what_a_loss_cannot_do_is_refused_with_what_to_write(text: str, tmp_path
     assert problem.where.endswith(f" {key}")
     assert what in problem.what
     assert fix in problem.fix
+
+
+@pytest.mark.parametrize("task", ["orpo", "reward_model"])
+def test_a_layout_of_other_rows_is_refused_where_it_was_written(task: str, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(f"{HEAD}task_mode: {task}")
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(tmp_path / "run.yaml", ["data.format=messages"])
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.fix) == ("command line data.format", "write data.format: auto")
+
+
+def test_a_reference_that_is_not_there_is_named_with_all_other_problems(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{HEAD}task_mode: dpo\npreference: {{reference: ./nowhere}}")
+    with pytest.raises(SeveralErrors) as caught:
+        load_checked(str(path))
+    assert [problem.where.split()[-1] for problem in caught.value.problems] == [
+        "preference.reference",
+        "data.train_path",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -114,3 +145,10 @@ def test_a_key_of_another_loss_is_named_once_as_without_effect(task: str, tmp_pa
 def test_the_section_has_no_effect_in_another_task(tmp_path: Path):
     said = notes(load(tmp_path, "task_mode: sft\npreference: {beta: 0.3}"))
     assert [line for line in said if "preference.beta has no effect: task_mode sft compares no answers" in line]
+
+
+def test_tasks_that_read_an_idle_key_are_listed_as_in_a_sentence(tmp_path: Path):
+    said = " ".join(notes(load(tmp_path, "task_mode: orpo\npreference: {reference: none, rpo_alpha: 1, gamma: 2}")))
+    assert "only dpo, ipo and kto read it" in said
+    assert "only dpo and ipo read it" in said
+    assert "only simpo reads it" in said
