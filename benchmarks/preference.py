@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.material import SEED, make_model
+from benchmarks.material import SEED, TEMPLATE, make_model
 from benchmarks.overhead import ROOT, ROWS, Measured, cpu_name, measure, median
 
 MAX_LENGTH = 512
@@ -38,6 +38,10 @@ def main() -> int:
         work = Path(name)
         rows = make_pairs(options, work)
         make_model(work / "model", [turn["content"] for row in rows for turn in row["prompt"] + row["chosen"]])
+        # A line end behind the last answer would be learned by TRL and not here, and the losses would not be the same.
+        template = TEMPLATE.replace("endif %}{{ '\\n' }}{% endfor", "endif %}{{ '' if loop.last else '\\n' }}{% endfor")
+        template = template.replace("{{ '<|im_start|>assistant", "{{ '\\n<|im_start|>assistant")
+        (work / "model" / "chat_template.jinja").write_text(template)
         tokens = count_tokens(work, rows) * options.epochs
         for mode in options.modes:
             print(compare(work / mode, mode=mode, tokens=tokens, options=options))

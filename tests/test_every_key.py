@@ -711,6 +711,7 @@ SHOWN_IN = (
     ("model/test_new_tokens.py", "tuning.new_tokens", "path"),
     ("plan/test_backend.py", "tuning", "backend"),
     ("reward/test_check.py", "rewards", "judges weight"),
+    ("reward/test_model_reward.py", "rewards", "path"),
     ("reward/test_reward_set.py", "rewards", "name use options"),
     ("tasks/test_cpt.py", "", "task_mode"),
     ("tasks/test_cpt.py", "cpt", "block_size"),

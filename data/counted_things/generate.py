@@ -23,10 +23,16 @@ from typing import Any
 SEED = 33
 HERE = Path(__file__).resolve().parent
 
-LIVING = """ant bat bear bee calf cat cow crab crow deer dog dove duck eagle fox frog goat goose hare hawk hen horse lamb
-lion mole moth mouse mule owl ox pig rat seal sheep snail swan toad trout wasp wolf""".split()
-LIFELESS = """axe bag bell bolt book boot bowl box brick broom chain chair clock coat cup desk door drum fork glove hat
-key knife lamp mat mug nail pan pen pot ring rope rug saw sock spoon stool table tent vase""".split()
+LIVING = [
+    "ant", "bat", "bear", "bee", "calf", "cat", "cow", "crab", "crow", "deer", "dog", "dove", "duck", "eagle",
+    "fox", "frog", "goat", "goose", "hare", "hawk", "hen", "horse", "lamb", "lion", "mole", "moth", "mouse", "mule",
+    "owl", "ox", "pig", "rat", "seal", "sheep", "snail", "swan", "toad", "trout", "wasp", "wolf",
+]  # fmt: skip
+LIFELESS = [
+    "axe", "bag", "bell", "bolt", "book", "boot", "bowl", "box", "brick", "broom", "chain", "chair", "clock",
+    "coat", "cup", "desk", "door", "drum", "fork", "glove", "hat", "key", "knife", "lamp", "mat", "mug", "nail",
+    "pan", "pen", "pot", "ring", "rope", "rug", "saw", "sock", "spoon", "stool", "table", "tent", "vase",
+]  # fmt: skip
 THINGS = LIVING + LIFELESS
 
 HELD_OUT_NUMBERS = range(10, 100, 3)

@@ -89,7 +89,6 @@ def kit_answer(name: str, *, samples: bool = False, section: str = "") -> Answer
 _FILES = {
     "SFTConfig": ("trl", "trainer/sft_config.py"),
     "GRPOConfig": ("trl", "trainer/grpo_config.py"),
-    "RewardConfig": ("trl", "trainer/reward_config.py"),
     "TrainingArguments": ("transformers", "training_args.py"),
 }
 """Class -> its package, and its file there."""

@@ -79,11 +79,12 @@ def resolve_names(cfg: RunConfig) -> RunConfig:
 
 def _refuse_score(cfg: RunConfig, key: str, *, folder: Path) -> None:
     """Refuse a reward model: it has no output head, and the head of scores would be lost."""
-    is_adapter, classes = (folder / ADAPTER_CONFIG).is_file(), [""]
+    is_adapter, config = (folder / ADAPTER_CONFIG).is_file(), None
     if not is_adapter:
-        with suppress(OSError, ValueError):
-            classes = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
-    if (is_adapter and read_adapter(folder).get("task_type") == "SEQ_CLS") or "ForSequenceClass" in str(classes[0]):
+        with suppress(OSError, ValueError, RecursionError):  # what is wrong with it is said where it is opened
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    classes = str(config.get("architectures")) if isinstance(config, dict) else ""
+    if (is_adapter and read_adapter(folder).get("task_type") == "SEQ_CLS") or "ForSequenceClass" in classes:
         fix = "name the model that it was trained from; a reward names it: {use: model, path: ...}"
         raise _error(cfg, key, what=f"{folder} gives scores, and a run starts from a model that writes", fix=fix)
 

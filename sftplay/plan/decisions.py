@@ -145,9 +145,11 @@ def scaled_rate(cfg: RunConfig) -> tuple[str, ...]:
 
 
 def without_effect(cfg: RunConfig, machine: Machine) -> tuple[str, ...]:
-    """Return a note on each setting that was asked for and has no effect on this machine."""
+    """Return a note on each setting that has no effect on this machine, or in this task."""
     if machine.gpus:
-        return ()
+        if cfg.task.is_probed or cfg.train.probe == "off":
+            return ()
+        return (f"train.probe measures no step of task_mode {cfg.task_mode}: its memory is estimated",)
     asked = {"train.dataloader_pin_memory": cfg.train.dataloader_pin_memory is True}
     asked["train.probe always"] = cfg.train.probe == "always"
     # Without a GPU processes talk over gloo, which shares the interface with NCCL and nothing else.

@@ -134,8 +134,8 @@ def reason_not_to_probe(sized: SizedRun, target: ProbeTarget) -> str:
         return "each node would size the run by itself, and they must agree"
     if sized.cfg.train.probe == "off":
         return "train.probe is off"
-    if sized.cfg.task.learns_from_rewards:
-        return "the probe measures steps on rows that are there, not the sampling of completions"
+    if not sized.cfg.task.is_probed:
+        return f"the probe measures steps of sft, not those of task_mode {sized.cfg.task_mode}"
     if predicted is None:
         return "the model's shape is not known before its download"
     if sized.world_size > 1 and sized.cfg.cluster.strategy in SHARDED:

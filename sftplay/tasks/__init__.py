@@ -39,6 +39,7 @@ class TaskRow:
     memory_head: str = ""
     """The way to take the head's log-probabilities, where `train.loss_head` does not say it (`plan.activations`)."""
 
+    is_probed: bool = False  # a step of it is one of sft, which `train.probe` can measure
     has_fp16: bool = True  # False where the loss would overflow fp16
     best_metrics: tuple[str, ...] = ("loss",)  # what `train.best_metric` may name
     title: str = ""  # what the task is called in a report
@@ -76,14 +77,14 @@ preference = partial(
 )  # fmt: skip
 
 TASKS = {
-    "sft": TaskRow("sft", title="Supervised fine-tuning"),
+    "sft": TaskRow("sft", is_probed=True, title="Supervised fine-tuning"),
     "cpt": TaskRow(
         "cpt", DOCUMENTS, "cpt", "has no blocks",
-        learns_documents=True, title="Continued pretraining",
+        learns_documents=True, is_probed=True, title="Continued pretraining",
     ),
     "cpt_mixed": TaskRow(
         "cpt", DOCUMENTS, "cpt", "has no blocks",
-        learns_documents=True, mixes_chats=True, title="Continued pretraining on a mixture",
+        learns_documents=True, mixes_chats=True, is_probed=True, title="Continued pretraining on a mixture",
     ),
     "grpo": TaskRow(
         "grpo", {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}, "grpo", "samples no completions",
@@ -100,7 +101,7 @@ TASKS = {
     ),
     "reward_model": TaskRow(
         "reward_model", {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}, "reward_model", "trains no score",
-        gives_score=True, trl_config="RewardConfig", memory_head="score",
+        gives_score=True, trl_config="TrainingArguments", memory_head="score",
         headlines=(("accuracy", "Pairs right"),), title="A score for answers (reward model)",
     ),
     "score": TaskRow(

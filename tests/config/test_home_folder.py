@@ -24,7 +24,8 @@ def home(monkeypatch, tmp_path):
 def test_every_key_that_takes_a_path_is_known():
     assert PATH_KEYS == [
         "output_dir", "model.name", "model.adapter", "tuning.new_tokens.path", "train.resume", "data.train_path",
-        "data.val_path", "data.test_path", "data.template", "data.processed_dir", "hrm.start_from", "cluster.deepspeed",
+        "data.val_path", "data.test_path", "data.template", "data.processed_dir", "preference.reference",
+        "hrm.start_from", "cluster.deepspeed",
     ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs import memory_probe, start
 from sftplay.runs.memory_probe import ProbeTarget, reason_not_to_probe, run_probe, size_by_probe
+from sftplay.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -125,6 +126,22 @@ def test_nothing_is_measured_without_a_gpu_on_several_nodes_for_unknown_shapes_o
     forced = config(**{"train.batch_size": 64, "model.max_seq_len": 8192, "train.loss_head": "standard"})
     assert "does not fit" in reason_not_to_probe(size_run(forced, machine(L4), shape=SHAPE), here)
     assert reason_not_to_probe(size_run(config(), machine(L4), shape=SHAPE), here) == ""
+
+
+@pytest.mark.parametrize("task", sorted(set(TASKS) - {"sft", "cpt", "cpt_mixed", "hrm"}))
+def test_a_task_with_another_step_than_the_probe_takes_is_not_measured_and_its_plan_says_so(task: str, tmp_path: Path):
+    """What sft's step takes would size a step of pairs, or of samples, wrongly."""
+    gpu, changes = FakeGpu(4 * GIB, 2**20), {"task_mode": task}
+
+    def size(fit: Any = None, **more: Any) -> SizedRun:
+        return size_run(config(**changes, **more), machine(L4), shape=SHAPE, fit=fit)
+
+    sized, record = size_by_probe(size(), ProbeTarget(machine(L4), 1, tmp_path), resize=size, run=gpu)
+    assert (sized, gpu.asked, record["decision"]) == (size(), [], "none")
+    assert task in record["why"]
+    said = f"train.probe measures no step of task_mode {task}: its memory is estimated"
+    assert said in sized.notes
+    assert said not in size(**{"train.probe": "off"}).notes
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "zero1", "zero2", "zero3"])

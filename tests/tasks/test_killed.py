@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 from holding import Hold, write_hook
+from killed_worker import killed_at
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.data.order import training_order
@@ -30,17 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS, STEP_ROWS, STEPS, SAVE_STEPS, SEED = 70, 8, 18, 5, 42
 
 pytestmark = pytest.mark.slow
-
-HOOK = """
-import json, os, re, signal, sys
-wanted = json.loads(os.environ.get("KILL_AT", "null"))
-def listen(event, args):
-    if event == wanted["event"] and any(isinstance(a, (str, bytes, os.PathLike)) and
-                                        re.search(wanted["path"], os.fsdecode(a)) for a in args[:2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
-    sys.addaudithook(listen)
-"""
 
 
 @dataclass
@@ -90,8 +80,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: 
     model = shutil.copytree(tiny_llama, root / "model")  # full tuning has no dropout but the model's own
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
-    (root / "hook").mkdir()
-    (root / "hook" / "sitecustomize.py").write_text(HOOK)
     for mode in ("full", "lora", "qlora"):
         values = {
             "seed": SEED,
@@ -197,13 +185,7 @@ def test_run_killed_while_files_are_written_ends_as_if_nothing_had_been(
 ):
     mode, event, path, complete = MOMENTS[moment]
     whole, name = undisturbed(mode), f"{mode}-{list(MOMENTS).index(moment)}"
-    code = shop.run(
-        "train",
-        mode,
-        name,
-        PYTHONPATH=str(shop.root / "hook"),
-        KILL_AT=json.dumps({"event": event, "path": path}),
-    )
+    code = shop.run("train", mode, name, **killed_at(shop.root, event, path))
     assert code == 5, shop.said(name)
     assert shop.complete(name) == complete
     resume_and_compare(shop, mode, name, whole)

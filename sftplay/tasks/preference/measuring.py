@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.trainer_utils import EvalLoopOutput
 
 from sftplay import log
+from sftplay.atomic import read_object
 from sftplay.config.run import RunConfig
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer
 from sftplay.generate.generate import Generator, answer_all
@@ -255,6 +256,11 @@ class EvaluatePairs(Observer):
         super().attach(trainer)
         trainer.evaluation_loop = self.evaluation_loop
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Give the first line behind a checkpoint the figures that were measured there."""
+        figures = read_object(self.folder / f"step-{state.global_step}.json")
+        self.trainer.held_out_figures = name_metrics(figures)
+
     def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:
         """Return the figures of the held-out rows in the form of the Trainer's loop. Every rank must call it."""
         trainer, rows = self.trainer, self.pairs.held_out
@@ -265,7 +271,7 @@ class EvaluatePairs(Observer):
             reference = trainer.references.look_up("held_out", torch.arange(len(rows)))
         figures = describe_rows(self.cfg, rows, found=found, reference=reference)
         self._measured = (figures, found, reference)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items() if isinstance(value, float)}
+        metrics = name_metrics(figures, metric_key_prefix)
         trainer.held_out_figures = dict(metrics)
         return EvalLoopOutput(predictions=(), label_ids=None, metrics=metrics, num_samples=len(rows))
 
@@ -299,6 +305,11 @@ class EvaluatePairs(Observer):
             return
         self._has_warned = True
         log.say(f"warning: step {step}: {describe_fall(self.cfg, change, where=where)}", "eval")
+
+
+def name_metrics(figures: Mapping[str, Any], prefix: str = "eval") -> dict[str, float]:
+    """Return those of the figures that a line of metrics has, by their names there."""
+    return {f"{prefix}_{name}": value for name, value in figures.items() if isinstance(value, float)}
 
 
 def describe_fall(cfg: RunConfig, change: float, *, where: str) -> str:

@@ -128,7 +128,7 @@ _DIALOGUE = re.compile(
 
 
 def _unpack(row: RowFields) -> RowFields:
-    """Return the row with messages where it has their JSON text: cells of csv and parquet often hold that.
+    """Return the row with messages where it has the JSON text of them: cells of csv and parquet often hold that.
 
     Raise DataError where a text begins as messages do, and is no JSON: Python's own notation of a list.
     """

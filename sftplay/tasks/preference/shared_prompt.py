@@ -94,7 +94,7 @@ def join_sides(batch: Batch, attention: str) -> ScoredRows:
     part = (places >= prompt).long() + is_second + (places >= lengths)
     sees = (part[:, None, :] == 0) | (part[:, None, :] == part[:, :, None])
     sees = (sees & (places[:, None, :] <= places[:, :, None]))[:, None]
-    # sdpa takes booleans, of which eager attention would add 1.
+    # sdpa takes booleans; eager attention would add them as 1.
     mask = (
         sees
         if attention == "sdpa"
@@ -255,7 +255,7 @@ def prove(model: Any) -> bool:
     try:
         with watched_embeddings(base) as seen:
             shared = completion_logps(base, batch, shares=True).sums
-            own = [torch.autograd.grad(shared[:, side].sum(), seen[0], retain_graph=True)[0] for side in (0, 1)]
+            gradients = [torch.autograd.grad(shared[:, side].sum(), seen[0], retain_graph=True)[0] for side in (0, 1)]
             with torch.no_grad():
                 apart = completion_logps(base, batch, shares=False).sums
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -263,11 +263,11 @@ def prove(model: Any) -> bool:
             raise
         return False
     is_second = ~is_first & ~is_prompt
-    leaks = own[0][is_second].any() or own[1][is_first & ~is_prompt].any()
-    reaches = own[0][is_prompt & is_first].any() and own[1][is_prompt & is_first].any()
+    crosses = gradients[0][is_second].any() or gradients[1][is_first & ~is_prompt].any()
+    reaches = gradients[0][is_prompt & is_first].any() and gradients[1][is_prompt & is_first].any()
     is_half = base.dtype.itemsize < 4 or torch.is_autocast_enabled(shared.device.type)
     tolerance = PROOF_TOLERANCE if is_half else EXACT_TOLERANCE
-    return bool(reaches and not leaks and torch.allclose(shared, apart, rtol=tolerance))
+    return bool(reaches and not crosses and torch.allclose(shared, apart, rtol=tolerance))
 
 
 def proof_batch(model: Any) -> Batch:

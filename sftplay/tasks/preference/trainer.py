@@ -62,7 +62,7 @@ Figures = dict[str, Figure]
 
 
 class PairMixin(Base):
-    """Counts rows in place of label tokens: `class Trainer(PairMixin, ExactBatchMixin, transformers.Trainer)`.
+    """Counts rows instead of label tokens: `class Trainer(PairMixin, ExactBatchMixin, transformers.Trainer)`.
 
     The class that it is in computes the losses of rows (`compute_rows`). The loss of a step is their sum over the rows
     of the effective batch, on any number of processes and in any micro-batches.

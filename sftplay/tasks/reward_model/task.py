@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trl import RewardConfig
+from transformers import TrainingArguments
 
 from sftplay.config.run import RunConfig
 from sftplay.reward.model_reward import find_score_model, open_score_model
@@ -42,7 +42,6 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 
 def build_trainer(parts: TrainerParts) -> RewardModelTrainer:
     """Build the trainer for rows of pairs."""
-    config = RewardConfig(**parts.arguments)
     pairs = parts.rows.source
     callbacks = (
         [measuring.EvaluateScores(parts.cfg, pairs, folder=parts.folder.eval)] if parts.held_out is not None else []
@@ -52,7 +51,7 @@ def build_trainer(parts: TrainerParts) -> RewardModelTrainer:
         cfg=parts.cfg,
         model=parts.model,
         processing_class=parts.tokenizer,
-        args=on_one_gpu(config),
+        args=on_one_gpu(TrainingArguments(**parts.arguments)),
         train_dataset=parts.train,
         eval_dataset=parts.held_out,
         data_collator=PairCollator(parts.tokenizer.pad_token_id),
