@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from reference_runs import config_of, pairs_of, plain_sums, run_folder, small_model, state_at, trainer_of
 from safetensors.torch import load_file
 
-from sftplay.errors import RunError
+from sftplay.errors import MachineError, RunError
 from sftplay.tasks.preference import reference
 from sftplay.tasks.preference.reference import FILE, ComputeReferences, References, compute_logps
 
@@ -330,3 +330,10 @@ def test_the_file_says_what_it_belongs_to(tmp_path: Path, stored: Path):
     facts = json.loads(header[8 : 8 + size])["__metadata__"]
     assert facts["rows"] == "rows"
     assert facts["key"] in next((tmp_path / "processed" / "references").iterdir()).name
+
+
+def test_a_reference_that_cannot_be_opened_is_reported_at_its_own_key():
+    where = "run.yaml:3 preference.reference"
+    with pytest.raises(MachineError) as caught, reference.named_as_reference(where):
+        raise MachineError("no such model", where="model.name other", fix="point model.name to the folder")
+    assert (caught.value.where, caught.value.fix) == (where, "point preference.reference to the folder")
