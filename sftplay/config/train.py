@@ -91,7 +91,7 @@ class TrainConfig(Section):
     probe: Literal["auto", "always", "off"] = "auto"
     """Measure a few steps on the GPU before the launch, and size the micro-batch by them. auto: only if no earlier
     probe fits this model, method and machine; always: each time; off: trust the estimate. It does nothing without a
-    GPU, and where a strategy other than ddp splits the run over processes."""
+    GPU, where a strategy other than ddp splits the run over processes, and in tasks other than sft, cpt, cpt_mixed."""
 
     precision: Precision | Auto = "auto"
     """Number format of the computation. auto: bf16 if the GPU has it, fp16 on older GPUs, fp32 on a CPU."""
