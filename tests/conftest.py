@@ -88,7 +88,8 @@ COLLECTED = pytest.StashKey[frozenset[str]]()
 
 
 LONGEST = (
-    "launch/test_restarts.py", "tasks/grpo/test_story.py", "export/test_served_names.py",
+    "launch/test_restarts.py", "tasks/grpo/test_story.py", "tasks/preference/test_pair_toy.py",
+    "export/test_served_names.py", "tasks/preference/test_reference_runs.py",
     "tasks/test_out_of_memory_runs.py", "test_demo.py", "evaluate/test_harness.py", "export/test_serve_vllm.py",
     "parity/test_parity_by_vllm.py",
     "tasks/score/test_toy.py", "sandbox/test_attacks.py", "launch/test_board_launches.py", "oracle/test_record.py",
