@@ -54,7 +54,7 @@ def page(folder: RunFolder) -> str:
 def test_a_finished_run_has_its_report_with_plan_notes_and_a_masked_row(folder: RunFolder, inputs: Inputs):
     text = page(folder)
     assert "done</span> at step 4 of 4" in text
-    assert "Train.dataloader_pin_memory has no effect without a GPU." in text
+    assert "train.dataloader_pin_memory has no effect without a GPU." in text
     (note,) = [n for n in folder.read_json("plan.json")["notes"] if "pin_memory" in n]
     assert note == "train.dataloader_pin_memory has no effect without a GPU"
     sample = folder.read_json("samples/masked.json")
