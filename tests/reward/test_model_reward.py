@@ -67,6 +67,7 @@ def test_values_are_the_scores_of_plain_transformers_for_prompts_and_for_chats(s
     assert max(expected) - min(expected) > 0.5
 
 
+@pytest.mark.slow
 def test_an_adapter_on_its_base_gives_the_scores_of_the_same_merged(scored, tiny_llama, tmp_path):
     from sftplay.config.run import LoraConfig
     from sftplay.model.adapter import add_adapter
@@ -161,6 +162,7 @@ def test_what_gives_no_score_is_refused_before_anything_is_opened_and_what_is_ne
     assert list(reward_problems(config(scored))) == []
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_read_stops_the_run_at_its_start(scored, tmp_path):
     import shutil
 

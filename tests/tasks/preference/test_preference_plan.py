@@ -71,7 +71,7 @@ def batch_of(side: int) -> Any:
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize(
     ("vocab", "side", "chunked"),
-    [(20_000, 60, False), (400, 200, False), (20_000, 200, True)],
+    [(20_000, 60, False), (400, 200, False), pytest.param(20_000, 200, True, marks=pytest.mark.slow)],
     ids=["scores decide", "layers decide", "scores in chunks"],
 )
 def test_a_step_of_pairs_takes_what_a_real_model_takes(

@@ -49,8 +49,13 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize("task", ["dpo", "kto"])
+OTHER_CASES = [("lora", "dpo"), ("full", "kto")]
+
+
+@pytest.mark.parametrize(
+    ("mode", "task"),
+    [("full", "dpo"), ("lora", "kto"), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_CASES)],
+)
 def test_a_run_starts_at_its_reference_and_learns(mode: str, task: str, tmp_path: Path, pairs: Inputs, capsys: Any):
     changes = {**SETTINGS, "task_mode": task, "tuning__mode": mode, "eval__before": True, "eval__after": True}
     changes |= {"train__eval_steps": 3, "train__max_steps": 6}

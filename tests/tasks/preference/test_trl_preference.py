@@ -80,8 +80,8 @@ def check(folder: Path, rows: list[dict[str, Any]], start: Any, cfg: Any, theirs
     ("task", "given", "loss_type", "beta"),
     [
         ("dpo", {}, "sigmoid", 0.1),
-        ("dpo", {"loss": "hinge", "beta": 0.5}, "hinge", 0.5),
-        ("dpo", {"loss": "robust", "label_smoothing": 0.2}, "robust", 0.1),
+        pytest.param("dpo", {"loss": "hinge", "beta": 0.5}, "hinge", 0.5, marks=pytest.mark.slow),
+        pytest.param("dpo", {"loss": "robust", "label_smoothing": 0.2}, "robust", 0.1, marks=pytest.mark.slow),
         ("ipo", {}, "ipo", 0.1),
     ],
     ids=["sigmoid", "hinge", "robust", "ipo"],
