@@ -57,7 +57,6 @@ PRELOADED = (
     *(() if HAS_GPU else ("deepspeed",)),  # accelerate imports it at the first step; it settles on a device at once
     "torch.utils.tensorboard",
     "torch.distributed.algorithms.ddp_comm_hooks",
-    "transformers.models.llama.modeling_llama",
 )
 
 FIXED = {
