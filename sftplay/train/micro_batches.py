@@ -135,7 +135,7 @@ class MicroBatcher:
             budget = rows * self.max_tokens if self.budget_tokens is not None else None
             return replace(self, micro_batch=rows, budget_tokens=budget)
         if self.packs or self.budget_tokens is not None:
-            return MicroBatcher(1, max_tokens=self.max_tokens)
+            return replace(self, packs=False, budget_tokens=None)
         return None
 
     def _cut_padded(self, window: Batch, lengths: Tensor, *, order: Tensor) -> Iterator[Batch]:
@@ -147,7 +147,10 @@ class MicroBatcher:
                 count = max(1, self.budget_tokens // max(1, width))
             rows = order[start : start + count]
             start += len(rows)
-            yield {key: value[rows, :width] for key, value in model_inputs(window).items()}
+            yield self._take(window, rows, width)
+
+    def _take(self, window: Batch, rows: Tensor, width: int) -> Batch:
+        return {key: value[rows, :width] for key, value in model_inputs(window).items()}
 
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], *, room: int) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
@@ -238,36 +238,48 @@ def prove(model: Any) -> bool:
     Where this process does not hold the weights, its config decides, which is said.
     """
     base = unwrap(model)
-    config = base.config.get_text_config()
-    layers = getattr(config, "layer_types", None)
-    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    attends_to_all = set(layers) == {"full_attention"} if layers else not slides
-    if not attends_to_all or find_attention(base) not in MASKED_ATTENTION:
+    if not attends_to_all(base):
         return False
     if not can_compute(base):
         log.say("note: that a shared prompt changes nothing is not proved here: this process does not hold the weights")
         return True
+    return keeps_sides_apart(base, lambda batch, shares: completion_logps(base, batch, shares=shares).sums)
+
+
+def attends_to_all(base: Any) -> bool:
+    """Return whether each token of a causal model attends to all before it, under a mask that can be given."""
+    config = base.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ())
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return find_attention(base) in MASKED_ATTENTION and (layers == {"full_attention"} if layers else not slides)
+
+
+def keeps_sides_apart(base: Any, compute: Callable[[Batch, bool], Tensor], *, spread: float = 0.0) -> bool:
+    """Return whether `compute(batch, shares)`, a number of each side, [pairs, 2], is the same with a shared prompt as
+    apart, has a gradient from its prompt, and none from the other side.
+
+    `spread` is the share of the largest number by which those near 0 may differ, in units of the tolerance.
+    """
     batch = proof_batch(base)
-    is_first = torch.arange(batch["labels"].shape[1], device=batch["labels"].device) < (
-        batch["prompt_tokens"] + batch["chosen_tokens"]
-    ).unsqueeze(1)
-    is_prompt = batch["labels"] == IGNORE_INDEX
+    places = torch.arange(batch["labels"].shape[1], device=batch["labels"].device)
+    prompt, first = batch["prompt_tokens"][:, None], (batch["prompt_tokens"] + batch["chosen_tokens"])[:, None]
+    is_prompt, is_second = places < prompt, places >= first
     try:
         with watched_embeddings(base) as seen:
-            shared = completion_logps(base, batch, shares=True).sums
+            shared = compute(batch, True)
             gradients = [torch.autograd.grad(shared[:, side].sum(), seen[0], retain_graph=True)[0] for side in (0, 1)]
             with torch.no_grad():
-                apart = completion_logps(base, batch, shares=False).sums
+                apart = compute(batch, False)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, RuntimeError) and ran_out_of_memory(error):
             raise
         return False
-    is_second = ~is_first & ~is_prompt
-    crosses = gradients[0][is_second].any() or gradients[1][is_first & ~is_prompt].any()
-    reaches = gradients[0][is_prompt & is_first].any() and gradients[1][is_prompt & is_first].any()
+    crosses = gradients[0][is_second].any() or gradients[1][~is_prompt & ~is_second].any()
+    reaches = gradients[0][is_prompt].any() and gradients[1][is_prompt].any()
     is_half = base.dtype.itemsize < 4 or torch.is_autocast_enabled(shared.device.type)
     tolerance = PROOF_TOLERANCE if is_half else EXACT_TOLERANCE
-    return bool(reaches and not crosses and torch.allclose(shared, apart, rtol=tolerance))
+    near = tolerance * spread * float(apart.abs().max())
+    return bool(reaches and not crosses and torch.allclose(shared, apart, rtol=tolerance, atol=max(near, 1e-8)))
 
 
 def proof_batch(model: Any) -> Batch:

@@ -108,6 +108,14 @@ class PreferenceSpec(TaskSpec):
         for key, _ in keys_in(cfg):
             if key == "eval.metrics" or key.startswith("rewards."):
                 yield key, "task_mode", why
+        yield from idle_dropout(cfg)
+
+
+def idle_dropout(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the dropout of an adapter, which no trainer of pairs lets drop anything."""
+    if cfg.tuning.lora.dropout:
+        why = f"task_mode {cfg.task_mode} compares answers, which dropout would blur"
+        yield "tuning.lora.dropout", "task_mode", why
 
 
 def _loss(cfg: RunConfig) -> Iterator[Problem]:

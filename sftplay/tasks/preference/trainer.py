@@ -30,25 +30,10 @@ else:
 
 
 class PairBatcher(MicroBatcher):
-    """Cuts windows of pairs, longest ones first, and keeps all their columns."""
+    """Cuts windows of pairs, and keeps all their columns."""
 
-    def cut(self, window: Batch) -> Iterator[Batch]:
-        """Yield micro-batches of a collated window."""
-        lengths = window["attention_mask"].sum(1)
-        yield from self._cut_padded(window, lengths, order=torch.argsort(lengths, descending=True, stable=True))
-
-    def smaller(self, window_rows: int) -> MicroBatcher | None:
-        found = super().smaller(window_rows)
-        return found and PairBatcher(found.micro_batch, False, found.max_tokens, found.budget_tokens)
-
-    def _cut_padded(self, window: Batch, lengths: Tensor, *, order: Tensor) -> Iterator[Batch]:
-        start = 0
-        while start < len(order):
-            width = int(lengths[order[start]])
-            count = self.micro_batch if self.budget_tokens is None else max(1, self.budget_tokens // max(1, width))
-            rows = order[start : start + count]
-            start += len(rows)
-            yield {key: value[rows, :width] if value.dim() > 1 else value[rows] for key, value in window.items()}
+    def _take(self, window: Batch, rows: Tensor, width: int) -> Batch:
+        return {key: value[rows, :width] if value.dim() > 1 else value[rows] for key, value in window.items()}
 
 
 class Figure(NamedTuple):
@@ -78,7 +63,7 @@ class PairMixin(Base):
         self._pending: list[dict[str, Tensor]] = []  # figures of this step's micro-batches
         self._sums: dict[str, Tensor] = {}  # figure -> its sum and number of rows since the last line, fp64 [2]
         if off := turn_dropout_off(self.model):
-            log.say(f"note: dropout is off in {off} layers: losses compare log-probabilities, which it would blur")
+            log.say(f"note: dropout is off in {off} layers: answers are compared, which it would blur")
 
     def compute_rows(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Figures]:
         """Return the loss of each row, [rows], and figures for metrics."""

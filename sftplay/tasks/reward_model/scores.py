@@ -13,11 +13,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from sftplay.config.run import RunConfig
-from sftplay.errors import ran_out_of_memory
-from sftplay.tasks.preference.shared_prompt import MASKED_ATTENTION, join_sides, proof_batch, split_sides, unwrap
+from sftplay.tasks.preference.shared_prompt import (
+    attends_to_all,
+    join_sides,
+    keeps_sides_apart,
+    split_sides,
+    unwrap,
+)
 from sftplay.tasks.reward_model.score_head import ScoreHead, find_score_head
-from sftplay.train.loss_heads import PROOF_TOLERANCE
-from sftplay.train.micro_batches import Batch, can_compute, watched_embeddings
+from sftplay.train.micro_batches import Batch, can_compute
 from sftplay.train.upstream import find_attention
 
 
@@ -70,31 +74,9 @@ def prove(model: Any) -> bool:
     gradient from the other. False where this process does not hold the weights.
     """
     base = unwrap(model)
-    config = base.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ())
-    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    attends_to_all = layers == {"full_attention"} if layers else not slides
-    if not attends_to_all or find_attention(base) not in MASKED_ATTENTION or not can_compute(base):
+    if not attends_to_all(base) or not can_compute(base):
         return False
-    batch = proof_batch(base)
-    places = torch.arange(batch["input_ids"].shape[1], device=base.device)
-    prompt, first = batch["prompt_tokens"][:, None], (batch["prompt_tokens"] + batch["chosen_tokens"])[:, None]
-    is_first, is_second = (places >= prompt) & (places < first), places >= first
-    try:
-        with watched_embeddings(base) as seen:
-            shared = pair_scores(base, batch, shares=True)
-            gradients = [torch.autograd.grad(shared[:, side].sum(), seen[0], retain_graph=True)[0] for side in (0, 1)]
-            with torch.no_grad():
-                apart = pair_scores(base, batch, shares=False)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if ran_out_of_memory(error):
-            raise
-        return False
-    crosses = gradients[0][is_second].any() or gradients[1][is_first].any()
-    is_half = base.dtype.itemsize < 4 or torch.is_autocast_enabled(shared.device.type)
-    tolerance = PROOF_TOLERANCE if is_half else 1e-5
-    largest = float(apart.abs().max())
-    return bool(not crosses and torch.allclose(shared, apart, rtol=tolerance, atol=tolerance * largest))
+    return keeps_sides_apart(base, lambda batch, shares: pair_scores(base, batch, shares=shares), spread=1.0)
 
 
 BINS = 10

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Problem, TaskSpec
+from sftplay.tasks.preference.spec import idle_dropout
 
 
 class RewardModelSpec(TaskSpec):
@@ -34,6 +35,7 @@ class RewardModelSpec(TaskSpec):
     def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         for name in ("metrics", "max_new_tokens"):
             yield f"eval.{name}", "task_mode", f"task_mode {cfg.task_mode} writes no answers to measure"
+        yield from idle_dropout(cfg)
 
 
 SPEC = RewardModelSpec()

@@ -152,3 +152,10 @@ def test_tasks_that_read_an_idle_key_are_listed_as_in_a_sentence(tmp_path: Path)
     assert "only dpo, ipo and kto read it" in said
     assert "only dpo and ipo read it" in said
     assert "only simpo reads it" in said
+
+
+@pytest.mark.parametrize("task", ["dpo", "kto", "reward_model"])
+def test_dropout_of_an_adapter_that_is_written_down_is_named_as_it_drops_nothing(task: str, tmp_path: Path):
+    written = f"task_mode: {task}\ntuning: {{mode: lora, lora: {{dropout: 0.1}}}}"
+    said = notes(load(tmp_path, written))
+    assert [line for line in said if "tuning.lora.dropout has no effect" in line]
