@@ -81,3 +81,47 @@ train_next() {
   case $code in 129 | 130 | 138 | 143) stopped=1 ;; esac
   [ "$first" -ne 0 ] || first=$code
 }
+
+# A run, and a second one of another task that starts from its result: `read_two_steps TASK NAME SFT SECOND "$@"` reads the options
+# --name, --sft and --TASK over these defaults, and goes to the kit. `train_first` then trains the first run, in $warm, and
+# `second VERB ...` does something with the second one, in $learned.
+read_two_steps() {
+  task=$1 name=$2 sft=$3 config=$4 values=()
+  shift 4
+  while [ $# -gt 0 ]; do
+    case $1 in
+      -h | --help) print_help "$0"; exit 0 ;;
+      --name | --sft | "--$task")
+        [ $# -ge 2 ] || refuse "$1 needs a value" "see --help"
+        case $1 in --name) name=$2 ;; --sft) sft=$(absolute "$2") ;; *) config=$(absolute "$2") ;; esac
+        shift 2 ;;
+      --) shift; values=("$@"); break ;;
+      *) refuse "no option called '$1'" "put values of the config behind --, see --help" ;;
+    esac
+  done
+  for path in "$sft" "$config"; do
+    case $path in /*) [ -e "$path" ] || refuse "there is no $path" "name a config" ;; esac
+  done
+  enter_kit
+  warm=$(folder_of "$sft" "run_name=$name-sft")
+  # shellcheck disable=SC2034 # the workflows read it
+  learned=$(folder_of "$config" "run_name=$name-$task" ${values[@]+"${values[@]}"})
+}
+
+# Where a run's folder is follows from its config.
+folder_of() {
+  "$PY" -c 'import sys
+from sftplay.config.load import load_config
+cfg = load_config(sys.argv[1], sys.argv[2:])
+print(f"{cfg.output_dir}/{cfg.run_name}")' "$@"
+}
+
+train_first() {
+  sftplay train --config "$sft" "run_name=$name-sft" train.resume=auto
+}
+
+second() {
+  local verb=$1
+  shift
+  sftplay "$verb" --config "$config" "$@" "run_name=$name-$task" "model.name=$warm" ${values[@]+"${values[@]}"}
+}

@@ -21,39 +21,10 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 . "$(dirname -- "$0")/environment.sh"
 
-name=pairs sft=configs/run_dpo_toy_sft.yaml dpo=configs/run_dpo_toy.yaml values=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    -h | --help) print_help "$0"; exit 0 ;;
-    --name | --sft | --dpo)
-      [ $# -ge 2 ] || refuse "$1 needs a value" "see --help"
-      case $1 in --name) name=$2 ;; --sft) sft=$(absolute "$2") ;; --dpo) dpo=$(absolute "$2") ;; esac
-      shift 2 ;;
-    --) shift; values=("$@"); break ;;
-    *) refuse "no option called '$1'" "put values of the config behind --, see --help" ;;
-  esac
-done
-case $sft in /*) [ -e "$sft" ] || refuse "there is no $sft" "name a config" ;; esac
-case $dpo in /*) [ -e "$dpo" ] || refuse "there is no $dpo" "name a config" ;; esac
-
-enter_kit
-# Where a run's folder is follows from its config.
-folder_of() {
-  "$PY" -c 'import sys
-from sftplay.config.load import load_config
-cfg = load_config(sys.argv[1], sys.argv[2:])
-print(f"{cfg.output_dir}/{cfg.run_name}")' "$@"
-}
-warm=$(folder_of "$sft" "run_name=$name-sft")
-learned=$(folder_of "$dpo" "run_name=$name-dpo" ${values[@]+"${values[@]}"})
-second() {
-  verb=$1
-  shift
-  sftplay "$verb" --config "$dpo" "$@" "run_name=$name-dpo" "model.name=$warm" ${values[@]+"${values[@]}"}
-}
+read_two_steps dpo pairs configs/run_dpo_toy_sft.yaml configs/run_dpo_toy.yaml "$@"
 
 say "1 of 4: imitation; its folder is $warm"
-sftplay train --config "$sft" "run_name=$name-sft" train.resume=auto
+train_first
 say "2 of 4: what the pairs teach besides"
 second inspect --n 1
 say "3 of 4: learning from pairs; its folder is $learned"

@@ -20,43 +20,14 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 . "$(dirname -- "$0")/environment.sh"
 
-name=toy sft=configs/run_grpo_toy_sft.yaml grpo=configs/run_grpo_toy.yaml values=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    -h | --help) print_help "$0"; exit 0 ;;
-    --name | --sft | --grpo)
-      [ $# -ge 2 ] || refuse "$1 needs a value" "see --help"
-      case $1 in --name) name=$2 ;; --sft) sft=$(absolute "$2") ;; --grpo) grpo=$(absolute "$2") ;; esac
-      shift 2 ;;
-    --) shift; values=("$@"); break ;;
-    *) refuse "no option called '$1'" "put values of the config behind --, see --help" ;;
-  esac
-done
-case $sft in /*) [ -e "$sft" ] || refuse "there is no $sft" "name a config" ;; esac
-case $grpo in /*) [ -e "$grpo" ] || refuse "there is no $grpo" "name a config" ;; esac
-
-enter_kit
-# Where a run's folder is follows from its config.
-folder_of() {
-  "$PY" -c 'import sys
-from sftplay.config.load import load_config
-cfg = load_config(sys.argv[1], sys.argv[2:])
-print(f"{cfg.output_dir}/{cfg.run_name}")' "$@"
-}
-warm=$(folder_of "$sft" "run_name=$name-sft")
-learned=$(folder_of "$grpo" "run_name=$name-grpo" ${values[@]+"${values[@]}"})
-second() {
-  verb=$1
-  shift
-  sftplay "$verb" --config "$grpo" "$@" "run_name=$name-grpo" "model.name=$warm" ${values[@]+"${values[@]}"}
-}
+read_two_steps grpo toy configs/run_grpo_toy_sft.yaml configs/run_grpo_toy.yaml "$@"
 
 say "1 of 4: imitation; its folder is $warm"
-sftplay train --config "$sft" "run_name=$name-sft" train.resume=auto
+train_first
 say "2 of 4: learning from rewards; its folder is $learned"
 second train train.resume=auto
 say "3 of 4: the rewards once more, in another process"
-sftplay reward-check --config "$grpo" --run "$learned"
+sftplay reward-check --config "$config" --run "$learned"
 say "4 of 4: what was learned"
-sftplay report --config "$grpo" --run "$learned"
+sftplay report --config "$config" --run "$learned"
 say "Your own: --sft and --grpo take your configs, such as configs/run_grpo_code.yaml; docs/grpo.md says how"
