@@ -254,11 +254,11 @@ def attends_to_all(base: Any) -> bool:
     return find_attention(base) in MASKED_ATTENTION and (layers == {"full_attention"} if layers else not slides)
 
 
-def keeps_sides_apart(base: Any, compute: Callable[[Batch, bool], Tensor], *, spread: float = 0.0) -> bool:
+def keeps_sides_apart(base: Any, compute: Callable[[Batch, bool], Tensor], *, near_zero: float = 0.0) -> bool:
     """Return whether `compute(batch, shares)`, a number of each side, [pairs, 2], is the same with a shared prompt as
     apart, has a gradient from its prompt, and none from the other side.
 
-    `spread` is the share of the largest number by which those near 0 may differ, in units of the tolerance.
+    Numbers near 0 may differ by the share `near_zero` of the largest one, times the tolerance.
     """
     batch = proof_batch(base)
     places = torch.arange(batch["labels"].shape[1], device=batch["labels"].device)
@@ -278,7 +278,7 @@ def keeps_sides_apart(base: Any, compute: Callable[[Batch, bool], Tensor], *, sp
     reaches = gradients[0][is_prompt].any() and gradients[1][is_prompt].any()
     is_half = base.dtype.itemsize < 4 or torch.is_autocast_enabled(shared.device.type)
     tolerance = PROOF_TOLERANCE if is_half else EXACT_TOLERANCE
-    near = tolerance * spread * float(apart.abs().max())
+    near = tolerance * near_zero * float(apart.abs().max())
     return bool(reaches and not crosses and torch.allclose(shared, apart, rtol=tolerance, atol=max(near, 1e-8)))
 
 

@@ -76,7 +76,7 @@ def prove(model: Any) -> bool:
     base = unwrap(model)
     if not attends_to_all(base) or not can_compute(base):
         return False
-    return keeps_sides_apart(base, lambda batch, shares: pair_scores(base, batch, shares=shares), spread=1.0)
+    return keeps_sides_apart(base, lambda batch, shares: pair_scores(base, batch, shares=shares), near_zero=1.0)
 
 
 BINS = 10
