@@ -160,6 +160,7 @@ def test_rows_of_a_model_whose_layers_carry_a_state_are_not_packed_and_the_head_
     assert "verdict" in json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_names_of_models_whose_rows_are_not_packed_are_those_of_the_table_of_shapes():
     shapes = {name: find_shape(name) for name in read_table()}
     known = {name for name, shape in shapes.items() if shape is not None and shape.state_leaks}
