@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -19,11 +18,10 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Questions
 from sftplay.data.order import order_hash, steps_for, training_order
-from sftplay.errors import ConfigError
 from sftplay.evaluate.rewarded import find_mean
-from sftplay.heartbeat import Heartbeat
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
+from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, order_by_length
 from sftplay.tasks.grpo.rollouts import (
     dtypes_kept,
     gathered_root,
@@ -32,6 +30,7 @@ from sftplay.tasks.grpo.rollouts import (
     replaced_attributes,
     save_window,
 )
+from sftplay.tasks.grpo.sampler_check import MODEL_LOGPS, SAMPLER_LOGPS, LogprobCheck, record_logprobs
 from sftplay.tasks.grpo.scoring import (
     DynamicSampler,
     LocalBatch,
@@ -48,14 +47,10 @@ from sftplay.train.task import RowOrder
 from sftplay.train.upstream import (
     count_micro_steps,
     fitted_tiles,
-    has_entropy_bonus,
-    is_engine_fsdp,
-    last_logits_processor,
     read_completion_figures,
     read_last_advantages,
     read_micro_batches,
     replace_micro_batches,
-    replace_sent_weights,
 )
 
 CACHED_QUESTIONS = 1024
@@ -105,232 +100,6 @@ def find_run_order(cfg: RunConfig, prompts: Prompts) -> tuple[list[int], RowOrde
     order = training_order(n, math.ceil(steps / batch_steps) * batch_prompts, seed=cfg.seed)
     digest = hashlib.sha256(f"{prompts.fingerprint} {order_hash(order)}".encode()).hexdigest()
     return order, RowOrder(steps=steps, steps_per_epoch=math.ceil(n / batch_prompts) * batch_steps, digest=digest)
-
-
-Batch = dict[str, Any]
-
-PROMPT_KEYS = ("prompt_ids", "prompt_mask")
-COMPLETION_KEYS = (
-    "completion_ids", "completion_mask", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps",
-    "importance_sampling_ratio", "tool_mask",
-)  # fmt: skip
-ROW_KEYS = ("advantages", "row")
-WINDOW_KEYS = ("num_items_in_batch",)
-"""The keys of a micro-batch of texts. A micro-batch with any other key (images) is left as it is."""
-
-
-def depends_on_cut(trainer: Any) -> str:
-    """Return why the loss of this GRPO trainer depends on which rows share a micro-batch; empty where it does not.
-
-    The mean of equally large micro-batches is the mean over rows in loss types grpo, sapo, luspo and dr_grpo. dapo,
-    cispo and vespo divide the sum over tokens by a number of the whole rollout batch. Ratios, clipping, the off-policy
-    mask and KL are per token or per row. (trl 1.16, GRPOTrainer._compute_loss.)
-    """
-    if trainer.loss_type == "bnpo":
-        return "loss_type bnpo divides by the tokens of the micro-batch"
-    if trainer.top_entropy_quantile < 1.0:
-        return "top_entropy_quantile compares the tokens of a micro-batch"
-    if has_entropy_bonus(trainer):
-        return "the entropy bonus is a mean over the tokens of the micro-batch"
-    if trainer.aux_loss_enabled:
-        return "the router's loss is one of the micro-batch"
-    return ""
-
-
-def order_by_length(batches: Sequence[Batch], *, accum: int, trims_prompts: bool) -> list[Batch]:
-    """Return the micro-batches of a rollout batch, reordered within each optimizer step (`accum` micro-batches).
-
-    The longest come first, so that memory runs out in the first micro-batch or never. `trims_prompts`: whether the
-    model's output is the same with less padding on the left; with learned position embeddings it is not.
-    """
-    known = {*PROMPT_KEYS, *COMPLETION_KEYS, *ROW_KEYS, *WINDOW_KEYS}
-    if len(batches) % accum or any(set(batch) - known for batch in batches):
-        return list(batches)
-    steps = [batches[first : first + accum] for first in range(0, len(batches), accum)]
-    return [trim_padding(batch, trims_prompts=trims_prompts) for step in steps for batch in _order_step(step)]
-
-
-def trim_padding(batch: Batch, *, trims_prompts: bool) -> Batch:
-    """Remove the columns that are padding in every row: right of the completions, and left of the prompts."""
-    full, width = batch["completion_mask"].size(1), max(1, int(batch["completion_mask"].sum(1).max()))
-    found = {key: batch[key] for key in COMPLETION_KEYS if batch.get(key) is not None}
-    # A ratio may be per row.
-    trimmed = {**batch, **{key: value[:, :width] for key, value in found.items() if value.size(1) == full}}
-    if trims_prompts:
-        width = max(1, int(batch["prompt_mask"].sum(1).max()))
-        trimmed |= {key: batch[key][:, -width:] for key in PROMPT_KEYS}
-    return trimmed
-
-
-def has_relative_positions(model: Any) -> bool:
-    """Return whether positions are relative (rotary embeddings), so that padding on the left does not change a row."""
-    return any("rotary" in type(module).__name__.lower() for module in model.modules())
-
-
-def _order_step(batches: Sequence[Batch]) -> list[Batch]:
-    """Return as many micro-batches with the same rows in the order with least padding: as now, or by length."""
-    whole = {
-        key: value if key in WINDOW_KEYS or value is None else torch.cat([batch[key] for batch in batches])
-        for key, value in batches[0].items()
-    }
-    rows = len(batches[0]["advantages"])
-    prompts = whole["prompt_mask"].sum(1).tolist()
-    completions = whole["completion_mask"].sum(1).tolist()
-    numbers = range(len(prompts))
-    orders = (
-        numbers,
-        sorted(numbers, key=lambda n: (-completions[n], -prompts[n])),
-        sorted(numbers, key=lambda n: -prompts[n] - completions[n]),
-        sorted(numbers, key=lambda n: (-prompts[n], -completions[n])),
-    )
-
-    def count_padded_tokens(order: Sequence[int]) -> int:
-        parts = [order[at : at + rows] for at in range(0, len(order), rows)]
-        return sum(max(prompts[n] for n in part) + max(completions[n] for n in part) for part in parts)
-
-    best = min(orders, key=count_padded_tokens)
-    parts = torch.tensor(best, device=whole["advantages"].device).split(rows)
-    return [
-        {key: value if value is None or value.ndim == 0 else value[part] for key, value in whole.items()}
-        for part in parts
-    ]
-
-
-def send_copies(generation: Any) -> None:
-    """Make TRL's `VLLMGeneration` send merged copies of the weights. Raise ConfigError where the base is in 4 bits or
-    sharded: copies of such layers cannot be merged one by one.
-    """
-    weights, problem = list(generation.model.parameters()), None
-    if is_engine_fsdp(generation) or any(hasattr(weight, "ds_id") for weight in weights):
-        problem = "sharded", "cluster.strategy=ddp"
-    elif any(hasattr(weight, "quant_state") for weight in weights):
-        problem = "held in 4 bits", "tuning.mode=lora"
-    if problem:
-        what, fix = f"vLLM cannot be sent an adapter whose base is {problem[0]}", f"set {problem[1]}"
-        raise ConfigError(what, where="grpo.generation", fix=f"{fix}, or grpo.generation=transformers")
-    replace_sent_weights(generation, lambda: merged_copies(generation.model))
-
-
-def merged_copies(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a PEFT model, merged with the adapter, by the base model's names; `model` is only read."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    base = model.get_base_model()
-    adapted = {name: module for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)}
-    for name, layer in adapted.items():
-        merged = copy.deepcopy(layer)
-        merged.merge()
-        for part, weight in merged.get_base_layer().named_parameters():
-            yield f"{name}.{part}", weight.data
-
-    def is_adapted(name: str) -> bool:
-        return any(name.startswith(f"{layer}.") for layer in adapted)
-
-    for name, weight in base.named_parameters():
-        before, _, after = name.partition(".modules_to_save.default.")
-        if after:
-            yield f"{before}.{after}", weight.data
-        elif ".modules_to_save." not in name and ".original_module." not in name and not is_adapted(name):
-            yield name, weight.data
-
-
-SAMPLER_LOGPS = "sampling_per_token_logps"
-"""TRL's key for the sampler's log-probabilities of the tokens; TRL moves and cuts them with their rows."""
-
-MODEL_LOGPS = "scored_per_token_logps"
-"""Key for the log-probabilities by the trained model, before the first step on the tokens."""
-
-
-class TokenRecord:
-    """Records the log-probability of each token that a model samples; the last of the logits processors."""
-
-    def __init__(self) -> None:
-        self._logps: list[Tensor] = []
-        self._next_logps: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Record the distribution of the next token; `generate` calls it before each token, with all tokens so far."""
-        self._add_token(input_ids[:, -1])
-        self._next_logps = scores.float().log_softmax(-1)
-        return scores
-
-    def finish(self, completion_ids: Tensor) -> list[list[float]]:
-        """Return the log-probabilities of the sampled tokens, int64 [rows, tokens]; values after a row's end mean
-        nothing."""
-        self._add_token(completion_ids[:, -1])
-        if not self._logps:
-            return []
-        return [list(row) for row in torch.stack(self._logps, dim=1).tolist()]
-
-    def _add_token(self, tokens: Tensor) -> None:
-        if self._next_logps is not None:
-            self._logps.append(self._next_logps.gather(1, tokens[:, None])[:, 0])
-
-
-@contextmanager
-def record_logprobs(model: Any) -> Iterator[list[list[float]]]:
-    """Inside, add a list of log-probabilities for each row that `model.generate` samples."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    rows: list[list[float]] = []
-    records: list[TokenRecord] = []
-    generate = model.generate
-
-    def generate_and_record(*given: Any, **named: Any) -> Any:
-        records.append(TokenRecord())
-        sampled = generate(*given, **named)  # where memory runs out, it is called again for fewer rows
-        rows.extend(records[-1].finish(sampled[:, named["input_ids"].size(1) :]))
-        return sampled
-
-    model.generate = generate_and_record
-    try:
-        with last_logits_processor(base, lambda: records[-1]):
-            yield rows
-    finally:
-        del model.generate
-
-
-class LogprobCheck:
-    """Compares log-probabilities; sums over this rank's tokens since the last line of metrics."""
-
-    def __init__(self, every_steps: int) -> None:
-        self.every_steps = every_steps
-        self.trained_logps: Tensor | None = None
-        """Log-probabilities of the current micro-batch's tokens by the trained model."""
-
-        self._sums = {"sampler_gap": (0.0, 0), "sampler_kl": (0.0, 0)}
-
-    def is_due(self, step: int) -> bool:
-        """Return whether the rollout batch after `step` steps is checked."""
-        return self.every_steps > 0 and step % self.every_steps == 0
-
-    def compare(self, *, sampled: Tensor | None, before: Tensor | None, mask: Tensor) -> None:
-        """Add a micro-batch: `sampled` by the sampler, `before` by the weights that sampled, where they are known."""
-        if self.trained_logps is None:
-            return
-        now, kept = self.trained_logps.float(), mask.bool()
-        if sampled is not None:
-            self._add("sampler_gap", (now - sampled.float())[kept & ~torch.isnan(sampled)].abs())
-        if before is not None:
-            # Schulman's third estimator, joschu.net/blog/kl-approx.html; TRL estimates its KL by it, too.
-            change = (now - before.float())[kept]
-            self._add("sampler_kl", change.exp() - 1 - change)
-
-    def take(self, heartbeat: Heartbeat) -> dict[str, float | None]:
-        """Return the means over the tokens of all ranks, None where nothing was measured, and reset the sums.
-
-        Every rank must call it.
-        """
-        ranks = gather_objects(self._sums, heartbeat)
-        self._sums = dict.fromkeys(self._sums, (0.0, 0))
-        means: dict[str, float | None] = {}
-        for name in self._sums:
-            total, count = (sum(rank[name][n] for rank in ranks) for n in (0, 1))
-            means[name] = total / count if count else None
-        return means
-
-    def _add(self, name: str, values: Tensor) -> None:
-        total, count = self._sums[name]
-        self._sums[name] = (total + float(values.double().sum()), count + values.numel())
 
 
 class SamplingMixin(StepTrainerMixin):

@@ -18,8 +18,9 @@ from sftplay.launch.generation_server import DEFAULT_URL, URL
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
 from sftplay.machine.releases import page_argument
-from sftplay.tasks.grpo.sampling import PromptRows, SamplingMixin, find_run_order, send_copies
+from sftplay.tasks.grpo.sampling import PromptRows, SamplingMixin, find_run_order
 from sftplay.tasks.grpo.scoring import KeepDraws, RewardScorer
+from sftplay.tasks.grpo.vllm_weights import send_copies
 from sftplay.tasks.grpo.watch import EvaluatePrompts, SignalHealth, WatchBaseWeights
 from sftplay.train.checkpointing import describe_renderer
 from sftplay.train.task import Rows, TrainerParts

@@ -15,7 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from sftplay.errors import ConfigError, RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
-from sftplay.tasks.grpo.sampling import merged_copies, send_copies
+from sftplay.tasks.grpo.vllm_weights import merged_copies, send_copies
 from sftplay.tasks.grpo.watch import CHUNK_WORDS, WatchBaseWeights, compute_digest, compute_frozen_digests
 
 

@@ -13,7 +13,7 @@ from in_process import Inputs, train
 from peft import LoraConfig, get_peft_model
 
 from sftplay.heartbeat import Heartbeat
-from sftplay.tasks.grpo.sampling import LogprobCheck, record_logprobs
+from sftplay.tasks.grpo.sampler_check import LogprobCheck, record_logprobs
 
 PROMPTS = [[0, 0, 5, 6], [7, 8, 9, 10]]
 
