@@ -3,7 +3,7 @@
     cd tests && python -m oracle.record
 
 traces every case anew and rewrites recorded/traces.json with the versions of the libraries that a trace runs. A slow
-test traces a third of the cases and compares them with the record.
+test traces one case of each family and compares it with the record.
 """
 
 from __future__ import annotations
