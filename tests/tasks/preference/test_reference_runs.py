@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -99,10 +100,15 @@ def test_the_next_run_on_the_same_pairs_makes_no_pass(tmp_path: Path, pairs: Inp
 Launch = Callable[..., Path]
 
 
-@pytest.fixture
-def launch(pairs: Inputs, sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path) -> Launch:
-    def run(name: str, processes: int, **changes: Any) -> Path:
-        home = tmp_path / name
+@pytest.fixture(scope="module")
+def launch(
+    pairs: Inputs, sftplay: Callable[..., CompletedProcess[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Launch:
+    """Trains on so many processes; what was asked for before is not trained again."""
+
+    @cache
+    def run(processes: int, **changes: Any) -> Path:
+        home = tmp_path_factory.mktemp("run")
         values = {**SETTINGS, "train__max_steps": 3, "train__warmup_ratio": 0.0, "train__eval_steps": 3, **changes}
         config = write_small_run(home, pairs, **values)
         env = {"PYTHONPATH": str(CPU_FSDP)}
@@ -134,7 +140,7 @@ def test_processes_that_split_the_model_compute_the_reference_of_one(
 ):
     if "preference__reference" in changes and changes["preference__reference"] == "PATH":
         changes = {**changes, "preference__reference": str(pairs.model)}
-    alone, split = launch("alone", 1, **changes), launch("split", 2, **changes, cluster__strategy=strategy)
+    alone, split = launch(1, **changes), launch(2, **changes, cluster__strategy=strategy)
     tables = [load_file(run / "reference.safetensors") for run in (alone, split)]
     for side, n in (("train", 24), ("held_out", 7)):
         rows = 2 * n if changes.get("task_mode") == "kto" else n
