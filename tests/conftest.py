@@ -21,6 +21,7 @@ from typing import Any
 
 import documents
 import fork_server
+import forked_python as forked
 import pytest
 from hypothesis import HealthCheck, settings
 from processes import HANG_S
@@ -60,7 +61,10 @@ os.environ.setdefault("SFTPLAY_CACHE", ".cache")  # a test's working folder keep
 documents.check_documents()
 
 FORKING = fork_server.lazy_client(ROOT)
-FORKED = ("launch", "tasks", "runs", "train", "evaluate", "generate", "export", "report", "test_demo.py")
+FORKED = (
+    "launch", "tasks", "runs", "train", "evaluate", "generate", "export", "report", "test_demo.py", "test_workflows.py",
+    "config/test_import_config.py", "plan/test_built_shape.py",
+)  # fmt: skip
 """Below tests/: the slow tests there start their processes by a fork of one that has imported the libraries (see
 `fork_server`). Those elsewhere measure a process, or what it imports."""
 
@@ -69,7 +73,7 @@ FORKED = ("launch", "tasks", "runs", "train", "evaluate", "generate", "export", 
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Fixtures of a module start their processes as its first test does."""
     is_slow = item.get_closest_marker("slow") or item.get_closest_marker("long")
-    is_forked = is_slow and item.path.relative_to(ROOT / "tests").parts[0] in FORKED
+    is_forked = is_slow and any(item.path.is_relative_to(ROOT / "tests" / place) for place in FORKED)
     if FORKING is None or not is_forked or item.get_closest_marker("fresh_start"):
         return (yield)
     put_back = fork_server.install(FORKING)
@@ -114,6 +118,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "builtin_tiny" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """`PY=` of make and of shell scripts, by which slow tests fork what these start (see `forked_python`)."""
+    with forked.open_python(tmp_path_factory.mktemp("python") / "python") as script:
+        yield script
 
 
 @pytest.fixture

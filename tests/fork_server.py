@@ -44,7 +44,7 @@ LAUNCHERS = frozenset(
 )
 """Modules that start others: each gets a server of its own, whose children are its own."""
 
-MODULES = LAUNCHERS | {"sftplay.tasks.worker"}
+MODULES = LAUNCHERS | {"sftplay.tasks.worker", "sftplay.plan.built_shape"}
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 
@@ -381,8 +381,8 @@ def _prepare_interpreter(request: dict[str, Any], base: Base, *, is_unbuffered: 
         for name in [each for each in sys.modules if each.partition(".")[0] == "sftplay"]:
             del sys.modules[name]
     else:
-        sys.modules.pop("sftplay.tasks.worker", None)
-        sys.modules.pop("sftplay.__main__", None)
+        for name in (*(MODULES - LAUNCHERS), "sftplay.__main__"):
+            sys.modules.pop(name, None)
     if any((Path(each) / "sitecustomize.py").is_file() for each in added):
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")

@@ -51,21 +51,27 @@ def open_python(script: Path) -> Iterator[Path]:
 
 
 def _answer_all(listener: socket.socket, started: list[subprocess.Popen[bytes]]) -> None:
+    """Start all from this one thread: the server of forks ends with the thread that has started it."""
     while True:
         try:
             end, _ = listener.accept()
         except OSError:  # it was shut down
             return
-        Thread(target=_answer, args=[end, started], daemon=True).start()
-
-
-def _answer(end: socket.socket, started: list[subprocess.Popen[bytes]]) -> None:
-    with end:
         message, files, *_ = socket.recv_fds(end, MESSAGE_BYTES, 3)
         words, folder, environment = json.loads(message)
         streams = dict(zip(("stdin", "stdout", "stderr"), files, strict=True))
-        process = subprocess.Popen([sys.executable, *words], cwd=folder, env=environment, **streams)
+        try:
+            process = subprocess.Popen([sys.executable, *words], cwd=folder, env=environment, **streams)
+        except OSError:
+            end.close()
+            raise
+        finally:
+            for file in files:
+                os.close(file)
         started.append(process)
-        for file in files:
-            os.close(file)
+        Thread(target=_answer, args=[end, process], daemon=True).start()
+
+
+def _answer(end: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    with end:
         end.send(str(process.wait()).encode())

@@ -101,10 +101,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workflow(kit: Path, home: Path) -> Workflow:
+def workflow(kit: Path, home: Path, forked_python: Path) -> Workflow:
     """Calls a script of the kit from the user's folder."""
 
-    def call(name: str, *words: object, python: object = sys.executable) -> CompletedProcess[str]:
+    def call(name: str, *words: object, python: object = forked_python) -> CompletedProcess[str]:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PY": str(python), "SFTPLAY_CACHE": str(ROOT / ".cache")}
         return subprocess.run(
             [str(kit / "workflows" / f"{name}.sh"), *map(str, words)], cwd=home, env=env, capture_output=True,
@@ -176,7 +176,9 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_all_that_would_follow(
 
 @pytest.mark.contract
 @pytest.mark.slow
-def test_the_ablation_of_two_turns_ends_in_one_table(workflow: Workflow, home: Path, tmp_path: Path):
+def test_the_ablation_of_two_turns_ends_in_one_table(
+    workflow: Workflow, home: Path, tmp_path: Path, forked_python: Path
+):
     options = score_options(
         run_name=None, train__max_steps=1, train__effective_batch_size=4, train__batch_size=4, eval__limit=2,
         eval__before=False, eval__after=False,
@@ -186,7 +188,7 @@ def test_the_ablation_of_two_turns_ends_in_one_table(workflow: Workflow, home: P
     python = tmp_path / "python"
     python.write_text(
         '#!/bin/sh\ncase "$*" in *guidance=none* | *value_coef=0.001*) ;; *"sftplay train"*) exit 4 ;; esac\n'
-        f'exec "{sys.executable}" "$@"\n'
+        f'exec "{forked_python}" "$@"\n'
     )
     python.chmod(0o755)
     done = workflow("score_ablation", "--name", "small", "--config", config.name, python=python)

@@ -63,10 +63,11 @@ class Checkout:
     """A folder in which make runs as in a checkout. It has its own .cache and two servers that are not ours."""
 
     root: Path
+    python: Path
     strangers: list[subprocess.Popen[str]]
 
     def make(self, target: str, *settings: str) -> subprocess.CompletedProcess[str]:
-        ready = [f"READY={self.root / 'stamp'}", f"PY={sys.executable}"]
+        ready = [f"READY={self.root / 'stamp'}", f"PY={self.python}"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache/torch_extensions")}
         for name in ("MAKELEVEL", "MAKEFLAGS"):
             env.pop(name, None)
@@ -107,7 +108,7 @@ class Checkout:
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory, builtin_tiny: Path) -> Iterator[Checkout]:
+def checkout(tmp_path_factory: pytest.TempPathFactory, builtin_tiny: Path, forked_python: Path) -> Iterator[Checkout]:
     root = tmp_path_factory.mktemp("checkout")
     for name in ("Makefile", "requirements.lock", "sftplay", "configs", "data"):
         (root / name).symlink_to(ROOT / name)
@@ -124,7 +125,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, builtin_tiny: Path) -> It
     ]  # fmt: skip
     for stranger in strangers:
         stranger.stdout.readline()
-    place = Checkout(root, strangers)
+    place = Checkout(root, forked_python, strangers)
     yield place
     for stranger in strangers:
         stranger.kill()

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,8 @@ logging: {{steps: 1, backend: none}}
 """
 
 
-def make(*words: str) -> str:
-    argv = ["make", *words, "READY=", f"PY={sys.executable}"]
+def make(python: Path, *words: str) -> str:
+    argv = ["make", *words, "READY=", f"PY={python}"]
     done = subprocess.run(
         argv, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=HANG_S, capture_output=True, text=True,
         check=False,
@@ -35,19 +34,19 @@ def make(*words: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("builtin_tiny")
-def test_make_train_with_new_tokens_and_what_is_made_of_the_run(tmp_path: Path):
+def test_make_train_with_new_tokens_and_what_is_made_of_the_run(tmp_path: Path, forked_python: Path):
     write_texts(tmp_path / "rows.jsonl", 200, seed=1)
     (tmp_path / "run.yaml").write_text(CONFIG.format(home=tmp_path))
     config, wish = f"CONFIG={tmp_path}/run.yaml", f"tuning.new_tokens.path={write_terms(tmp_path / 'terms.txt')}"
-    said = make("train", config, f"ARGS={wish} run_name=one")
+    said = make(forked_python, "train", config, f"ARGS={wish} run_name=one")
     assert "50 new tokens: the texts of" in said
-    make("train-distributed", config, "NPROC=2", f"ARGS={wish} run_name=two")
+    make(forked_python, "train-distributed", config, "NPROC=2", f"ARGS={wish} run_name=two")
     metrics = [(tmp_path / "outputs" / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "two")]
     one, two = ([json.loads(line)["loss"] for line in lines] for lines in metrics)
     assert len(one) == 4
     assert two == pytest.approx(one, rel=1e-4)
-    make("merge", config, "RUN=two")
-    assert "greedy texts equal" in make("merge-test", config, "RUN=two")
+    make(forked_python, "merge", config, "RUN=two")
+    assert "greedy texts equal" in make(forked_python, "merge-test", config, "RUN=two")
     merged = tmp_path / "outputs" / "two" / "merged"
     whole, tokenizer = (each.from_pretrained(merged) for each in (AutoModelForCausalLM, AutoTokenizer))
     assert whole.get_input_embeddings().weight.shape[0] == len(tokenizer) == 768 + 50

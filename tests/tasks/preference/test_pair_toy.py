@@ -23,8 +23,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def call(home: Path, *words: str) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PY": sys.executable, "SFTPLAY_CACHE": str(ROOT / ".cache")}
+def call(home: Path, *words: str, python: Path | str = sys.executable) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PY": str(python), "SFTPLAY_CACHE": str(ROOT / ".cache")}
     done = subprocess.run(
         list(words), cwd=home, env=env, capture_output=True, text=True, timeout=3 * HANG_S, check=False
     )
@@ -33,13 +33,13 @@ def call(home: Path, *words: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def learned(tmp_path_factory: pytest.TempPathFactory, forked_python: Path) -> Path:
     """A checkout in which the workflow has run: outputs/pairs-sft and outputs/pairs-dpo."""
     home = tmp_path_factory.mktemp("toy") / "kit"
     (home / "data").mkdir(parents=True)
     for name in ("sftplay", "workflows", "configs", "Makefile", "data/base", "data/counted_things"):
         (home / name).symlink_to(ROOT / name)
-    shown = call(home, "workflows/sft_then_dpo.sh")
+    shown = call(home, "workflows/sft_then_dpo.sh", python=forked_python)
     assert "accuracy" in shown
     return home
 
