@@ -63,17 +63,16 @@ documents.check_documents()
 FORKING = fork_server.lazy_client(ROOT)
 FORKED = (
     "launch", "tasks", "runs", "train", "evaluate", "generate", "export", "report", "test_demo.py", "test_workflows.py",
-    "config/test_import_config.py", "plan/test_built_shape.py",
+    "config/test_import_config.py", "config/test_import_same_run.py", "plan/test_built_shape.py",
 )  # fmt: skip
-"""Below tests/: the slow tests there start their processes by a fork of one that has imported the libraries (see
+"""Below tests/: the tests there start their processes by a fork of one that has imported the libraries (see
 `fork_server`). Those elsewhere measure a process, or what it imports."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Fixtures of a module start their processes as its first test does."""
-    is_slow = item.get_closest_marker("slow") or item.get_closest_marker("long")
-    is_forked = is_slow and any(item.path.is_relative_to(ROOT / "tests" / place) for place in FORKED)
+    is_forked = any(item.path.is_relative_to(ROOT / "tests" / place) for place in FORKED)
     if FORKING is None or not is_forked or item.get_closest_marker("fresh_start"):
         return (yield)
     put_back = fork_server.install(FORKING)

@@ -249,6 +249,7 @@ def test_full_disk_is_a_run_error_with_a_remedy_whoever_writes(writer: str, tmp_
 
 
 @pytest.mark.contract
+@pytest.mark.fresh_start
 @pytest.mark.parametrize("mode", ["lora"])
 def test_command_trains_and_reports_what_it_did(
     mode: str, write_config: Callable[..., Path], sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
