@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ def place(tmp_path: Path) -> CheckContext:
     return made
 
 
-def test_make_runs_a_row_and_writes_the_table(tmp_path: Path, builtin_tiny: Path):
-    argv = ["make", "-s", "gpu-check", "READY=", f"PY={sys.executable}", f"OUT={tmp_path}", "FAST=1", "JSON=1"]
+def test_make_runs_a_row_and_writes_the_table(tmp_path: Path, builtin_tiny: Path, forked_python: Path):
+    argv = ["make", "-s", "gpu-check", "READY=", f"PY={forked_python}", f"OUT={tmp_path}", "FAST=1", "JSON=1"]
     done = subprocess.run(
         [*argv, 'ARGS=--only "SIGTERM, 8B shape"'], cwd=ROOT, capture_output=True, text=True, check=False
     )
