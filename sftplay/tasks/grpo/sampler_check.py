@@ -20,26 +20,49 @@ MODEL_LOGPS = "scored_per_token_logps"
 """Key for the log-probabilities by the trained model, before the first step on the tokens."""
 
 
+class SampledRow(list[float]):
+    """The log-probabilities of a completion's tokens by its sampler."""
+
+    top: tuple[Tensor, Tensor] | None = None
+    """The likeliest tokens at each place with their log-probabilities, int64 and float [tokens, k]."""
+
+    def cut(self, tokens: int) -> SampledRow:
+        """Return the first `tokens` of it."""
+        row = SampledRow(self[:tokens])
+        row.top = self.top and (self.top[0][:tokens], self.top[1][:tokens])
+        return row
+
+
 class TokenRecord:
     """Records the log-probability of each token that a model samples; the last of the logits processors."""
 
-    def __init__(self) -> None:
+    def __init__(self, top: int = 0) -> None:
+        """`top`: how many of the likeliest tokens are recorded as well."""
         self._logps: list[Tensor] = []
         self._next_logps: Tensor | None = None
+        self._top, self._likeliest = top, list[tuple[Tensor, Tensor]]()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Record the distribution of the next token; `generate` calls it before each token, with all tokens so far."""
         self._add_token(input_ids[:, -1])
         self._next_logps = scores.float().log_softmax(-1)
+        if self._top:
+            logps, ids = self._next_logps.topk(min(self._top, scores.size(-1)))
+            self._likeliest.append((ids, logps))
         return scores
 
-    def finish(self, completion_ids: Tensor) -> list[list[float]]:
+    def finish(self, completion_ids: Tensor) -> list[SampledRow]:
         """Return the log-probabilities of the sampled tokens, int64 [rows, tokens]; values after a row's end mean
         nothing."""
         self._add_token(completion_ids[:, -1])
         if not self._logps:
             return []
-        return [list(row) for row in torch.stack(self._logps, dim=1).tolist()]
+        rows = [SampledRow(row) for row in torch.stack(self._logps, dim=1).tolist()]
+        if self._top:
+            ids, logps = (torch.stack(part, dim=1).cpu() for part in zip(*self._likeliest, strict=True))
+            for number, row in enumerate(rows):
+                row.top = ids[number], logps[number]
+        return rows
 
     def _add_token(self, tokens: Tensor) -> None:
         if self._next_logps is not None:
@@ -47,15 +70,15 @@ class TokenRecord:
 
 
 @contextmanager
-def record_logprobs(model: Any) -> Iterator[list[list[float]]]:
-    """Inside, add a list of log-probabilities for each row that `model.generate` samples."""
+def record_logprobs(model: Any, *, top: int = 0) -> Iterator[list[SampledRow]]:
+    """Inside, add the log-probabilities of each row that `model.generate` samples, and the `top` likeliest tokens."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    rows: list[list[float]] = []
+    rows: list[SampledRow] = []
     records: list[TokenRecord] = []
     generate = model.generate
 
     def generate_and_record(*given: Any, **named: Any) -> Any:
-        records.append(TokenRecord())
+        records.append(TokenRecord(top))
         sampled = generate(*given, **named)  # where memory runs out, it is called again for fewer rows
         rows.extend(records[-1].finish(sampled[:, named["input_ids"].size(1) :]))
         return sampled
