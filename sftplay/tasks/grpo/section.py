@@ -16,7 +16,7 @@ from sftplay.config.section import NotNegative, Positive, PositiveFloat, Section
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 Generation = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
 SamplerCorrection = Literal[
-    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+    "trl", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
 ]
 Probability = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -129,12 +129,12 @@ class GrpoConfig(Section):
     """Learn nothing from completions that were worse than their group and that the model has moved away from by more
     than this, in nats a token (DeepSeek-V3.2, arXiv 2512.02556). 0.5 is usual. None learns from all, as TRL does."""
 
-    sampler_correction: SamplerCorrection | None = None
+    sampler_correction: SamplerCorrection = "trl"
     """How the loss corrects for a sampler that gives other probabilities than the model that learns: by their ratio,
     of each token or of the completion. truncate cuts the ratio off at sampler_ratio_min and _max (token_truncate: TIS,
     fengyao.notion.site/off-policy-rl). mask learns nothing where it lies outside (token_mask: IcePop, arXiv
-    2510.18855). geometric_mask: of a completion, by the mean of its tokens. None corrects vLLM by sequence_mask, as TRL
-    does, and nothing else."""
+    2510.18855). geometric_mask: of a completion, by the mean of its tokens. trl corrects vLLM by sequence_mask, as TRL
+    does, and nothing else; none corrects nothing."""
 
     sampler_ratio_min: PositiveFloat | None = None
     """Lower bound of the ratio of sampler_correction: below 1. IcePop takes 0.5. None sets none, as TRL does."""

@@ -75,9 +75,9 @@ class GrpoSpec(TaskSpec):
         if grpo.generation.startswith("vllm"):
             why = f"{grpo.generation} decides itself how many completions it samples at a time"
             yield "grpo.generation_rows", kind, why
-        if grpo.sampler_correction in (None, "none"):
+        if grpo.sampler_correction in ("trl", "none"):
             for name in ("min", "max"):
-                yield f"grpo.sampler_ratio_{name}", CORRECTION, f"{CORRECTION} is not given"
+                yield f"grpo.sampler_ratio_{name}", CORRECTION, f"{CORRECTION} is {grpo.sampler_correction}"
         if grpo.loss_type != "dr_grpo":
             yield "grpo.dr_grpo_divisor", LOSS, "only loss_type dr_grpo divides by a constant"
         if not grpo.entropy_coef:
@@ -129,6 +129,7 @@ def _check_loss(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem((LEVEL, LOSS), what, fix=f"write {LEVEL}: token")
     mode = grpo.extra.get("vllm_importance_sampling_mode", "sequence_mask")
     is_corrected = grpo.generation.startswith("vllm") and grpo.extra.get("vllm_importance_sampling_correction", True)
+    is_corrected = is_corrected and grpo.sampler_correction == "trl"
     if is_vespo and is_corrected and mode not in ("token_truncate", "token_mask"):
         key = "grpo.extra.vllm_importance_sampling_mode"
         what = f"{mode}: loss_type vespo corrects vLLM's probabilities by token"
@@ -138,8 +139,7 @@ def _check_loss(cfg: RunConfig) -> Iterator[Problem]:
         if grpo.loss_type in UNCLIPPED:
             what = f"loss_type {grpo.loss_type} does not use it"
         yield Problem(("grpo.delta", LOSS, "grpo.epsilon"), what, fix="remove it, or write 4")
-
-    if grpo.loss_type == "cispo" and (bound := grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high) < 1:
+    elif grpo.loss_type == "cispo" and (bound := grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high) < 1:
         what = f"cispo cuts the ratio itself off there: every token would count by {bound:g}"
         yield Problem(("grpo.epsilon_high", LOSS), what, fix="write grpo.epsilon_high: 5")
     if grpo.overlong_buffer is not None and grpo.overlong_buffer >= grpo.max_completion_length:
@@ -159,7 +159,7 @@ def _check_loss(cfg: RunConfig) -> Iterator[Problem]:
 
 def _check_sampler_correction(cfg: RunConfig) -> Iterator[Problem]:
     grpo, mode = cfg.grpo, cfg.grpo.sampler_correction
-    corrects = mode not in (None, "none")
+    corrects = mode not in ("trl", "none")
     low, high = grpo.sampler_ratio_min, grpo.sampler_ratio_max
     if corrects and (high <= 1 or (low is not None and low >= 1)):
         what = f"the same probabilities have the ratio 1, which is not between {low or 0:g} and {high:g}"
@@ -168,7 +168,7 @@ def _check_sampler_correction(cfg: RunConfig) -> Iterator[Problem]:
         what = f"{mode}: loss_type vespo takes the ratio of each token"
         yield Problem((CORRECTION, LOSS), what, fix=f"write {CORRECTION}: token_truncate")
     trl = [f"grpo.extra.{name}" for name in grpo.extra if name.startswith("vllm_importance_sampling")]
-    if mode is not None and trl:
+    if mode != "trl" and trl:
         yield Problem(
             (trl[0], CORRECTION), f"it is TRL's setting for what {CORRECTION} says", fix="keep one of the two"
         )

@@ -29,6 +29,9 @@ TOP_IDS, TOP_LOGPS = "sampler_top_ids", "sampler_top_logps"
 STEP_TOKENS = "step_tokens"
 """Key for the number of tokens in the loss of the micro-batch's optimizer step, over all ranks."""
 
+UNCHANGED = ("trl", "none")
+"""Values of grpo.sampler_correction that change nothing here."""
+
 MIN_TAIL = 1e-6
 """Least probability outside the sampler's likeliest tokens; the sum of the others rounds to 1 or above."""
 
@@ -41,7 +44,7 @@ Batch = dict[str, Any]
 def variant_arguments(cfg: RunConfig) -> dict[str, Any]:
     """Return the arguments of GRPOConfig that switch off what is computed here."""
     grpo, arguments = cfg.grpo, dict[str, Any]()
-    if grpo.sampler_correction is not None and grpo.generation.startswith("vllm"):
+    if grpo.sampler_correction != "trl" and grpo.generation.startswith("vllm"):
         arguments["vllm_importance_sampling_correction"] = False
     if grpo.entropy_mean == "step":
         arguments["entropy_coef"] = 0.0
@@ -124,7 +127,7 @@ class LossVariants:
         """Raise ConfigError where score centering does not know how the model makes its scores."""
         grpo = cfg.grpo
         self.trainer = trainer
-        self.mode = None if grpo.sampler_correction == "none" else grpo.sampler_correction
+        self.mode = None if grpo.sampler_correction in UNCHANGED else grpo.sampler_correction
         self.low, self.high = grpo.sampler_ratio_min, grpo.sampler_ratio_max
         self.top = grpo.score_centering or 0
         self.entropy_coef = grpo.entropy_coef if grpo.entropy_mean == "step" else 0.0

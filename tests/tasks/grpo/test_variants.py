@@ -22,7 +22,7 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.reward.reward_set import BatchRewards, RewardSet
 from sftplay.reward.table import RewardValues
 from sftplay.tasks.grpo.length_order import order_by_length
-from sftplay.tasks.grpo.sampler_check import SAMPLER_LOGPS, SampledRow, record_logprobs
+from sftplay.tasks.grpo.sampler_check import SAMPLER_LOGPS, record_logprobs
 from sftplay.tasks.grpo.scoring import ScoredBatch, replace_rows
 from sftplay.tasks.grpo.section import GrpoConfig
 from sftplay.tasks.grpo.variants import (
@@ -34,9 +34,13 @@ from sftplay.tasks.grpo.variants import (
     overlong_penalty,
 )
 
-ROWS, ACCUM = 4, 4
+ROWS, ACCUM = 4, 2
 VOCAB = len(letter_tokenizer())
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 class VariantTrainer(GRPOTrainer):
@@ -84,7 +88,7 @@ def with_sampler(batches: list[dict[str, Any]], spread: float = 0.6) -> list[dic
 
 
 def full_logps(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
-    """Log-softmax over the vocabulary at each token of each completion, without any padding: float64 [tokens, vocab]."""
+    """Log-softmax over the vocabulary at each token of each completion, without padding: float64 [tokens, vocab]."""
     found = []
     for n in range(len(batch["advantages"])):
         prompt = batch["prompt_ids"][n][batch["prompt_mask"][n].bool()]
@@ -132,9 +136,12 @@ def reference_step(model: Any, batches: list[dict[str, Any]], keys: dict[str, An
                     weight = math.exp(gap[t])
                     lost[t] = lost[t] * (weight if low <= weight <= high else 0.0)
             if TOP_IDS in batch:
-                lost = lost + advantage * centred(logps, batch[TOP_LOGPS][n][kept].double(), batch[TOP_IDS][n][kept], keys)
+                lost = lost + advantage * centred(
+                    logps, batch[TOP_LOGPS][n][kept].double(), batch[TOP_IDS][n][kept], keys
+                )
             divisor = {
-                "grpo": length * rows, "dr_grpo": keys.get("dr_grpo_divisor", 12) * rows, "dapo": tokens, "cispo": tokens,
+                "grpo": length * rows, "dr_grpo": keys.get("dr_grpo_divisor", 12) * rows, "dapo": tokens,
+                "cispo": tokens,
             }[keys["loss_type"]]  # fmt: skip
             total = total + lost.sum() / divisor
             total = total - keys.get("entropy_coef", 0.0) * -(logps.exp() * logps).sum() / tokens  # of the whole step
@@ -142,9 +149,7 @@ def reference_step(model: Any, batches: list[dict[str, Any]], keys: dict[str, An
     return float(total.detach()), torch.cat([each.grad.flatten() for each in model.parameters()]).double()
 
 
-def centred(
-    logps: torch.Tensor, top_logps: torch.Tensor, top_ids: torch.Tensor, keys: dict[str, Any]
-) -> torch.Tensor:
+def centred(logps: torch.Tensor, top_logps: torch.Tensor, top_ids: torch.Tensor, keys: dict[str, Any]) -> torch.Tensor:
     """The mean over the sampler of weight times log-probability, at each token: arXiv 2609.20807, eq. 7 to 14.
 
     The sampler's whole distribution is built: its head as recorded, its tail as the model's, scaled.
@@ -188,7 +193,7 @@ def assert_same(trainer: Any, batches: list[dict[str, Any]], expected: tuple[flo
 )
 def test_loss_and_gradient_are_those_of_the_papers_equation(tmp_path: Path, keys: dict[str, Any]):
     trainer = make_trainer(tmp_path, keys, **keys)
-    batches = make_batches(VOCAB, extra=("old_per_token_logps",))
+    batches = make_batches(VOCAB, batches=ACCUM, extra=("old_per_token_logps",))
     assert_same(trainer, batches, reference_step(trainer.model, batches, keys))
 
 
@@ -218,11 +223,14 @@ def of_trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trainer, rollout
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "sapo", "vespo"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "loss_type"),
+    [
+        ("token_truncate", "dapo"), ("token_mask", "cispo"), ("sequence_truncate", "sapo"), ("sequence_mask", "grpo"),
+        ("token_truncate", "vespo"),
+    ],
+)  # fmt: skip
 def test_the_correction_for_the_sampler_is_trls(tmp_path: Path, of_trl: Any, mode: str, loss_type: str):
-    if loss_type == "vespo" and mode.startswith("sequence"):
-        return  # refused: tests/config/test_grpo_rules.py
     trainer, rollout = of_trl
     low, high = (0.05, 60.0) if mode.startswith("sequence") else (0.3, 1.3)
     batch = rollout(mode, low, high)
@@ -240,10 +248,8 @@ def test_the_correction_for_the_sampler_is_trls(tmp_path: Path, of_trl: Any, mod
     plain = {key: value for key, value in batch.items() if key != "importance_sampling_ratio"}
     assert_same(own, [plain], corrected)
     del plain["old_per_token_logps"]  # on policy it is the model itself, and TRL's ratio to it is 1
-    on_policy = make_trainer(tmp_path, {**keys, "loss_type": loss_type}, loss_type=loss_type, epsilon_high=1.5)
-    on_policy.model.load_state_dict(trainer.model.state_dict())
-    assert_same(on_policy, [plain], corrected)
-    share = on_policy.variants.take_figures(Heartbeat())["sampler_cut_share"]
+    assert_same(own, [plain], corrected)
+    share = own.variants.take_figures(Heartbeat())["sampler_cut_share"]
     assert 0 < share < 1
 
 
@@ -251,28 +257,26 @@ def test_the_correction_for_the_sampler_is_trls(tmp_path: Path, of_trl: Any, mod
 def test_a_correction_on_top_of_an_older_policy_is_the_papers(tmp_path: Path, mode: str):
     keys = {"loss_type": "dapo", "sampler_correction": mode, "sampler_ratio_min": 0.8, "sampler_ratio_max": 1.2}
     trainer = make_trainer(tmp_path, keys, loss_type="dapo")
-    batches = with_sampler(make_batches(VOCAB, extra=("old_per_token_logps",)))
+    batches = with_sampler(make_batches(VOCAB, batches=ACCUM, extra=("old_per_token_logps",)))
     assert_same(trainer, batches, reference_step(trainer.model, batches, keys))
     assert 0 < trainer.variants.take_figures(Heartbeat())["sampler_cut_share"] < 1
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo"])
 def test_the_entropy_bonus_over_a_step_depends_on_no_micro_batch(tmp_path: Path, loss_type: str):
     keys: dict[str, Any] = {"loss_type": loss_type, "entropy_coef": 0.3, "entropy_mean": "step"}
     keys |= {"epsilon_high": 1.5} if loss_type == "cispo" else {}
     high = {"epsilon_high": 1.5} if loss_type == "cispo" else {}
     trainer = make_trainer(tmp_path, keys, loss_type=loss_type, **high)
-    batches = make_batches(VOCAB, extra=("old_per_token_logps",))
+    batches = make_batches(VOCAB, batches=ACCUM, extra=("old_per_token_logps",))
     expected = reference_step(trainer.model, batches, keys)
-    assert abs(expected[0] - reference_step(trainer.model, batches, {**keys, "entropy_coef": 0.0})[0]) > 0.3
     for cut in (batches, order_by_length(batches, accum=ACCUM, trims_prompts=True), halved(batches)):
         masks = [batch["completion_mask"] for batch in cut]
         trainer.variants.count_step_tokens(cut, accum=len(cut), masks=masks)
         trainer.args.steps_per_generation = len(cut)
         assert_same(trainer, cut, expected)
-    trainer.variants.count_step_tokens(batches, accum=2, masks=[batch["completion_mask"] for batch in batches])
-    first, second = (sum(int(batch["completion_mask"].sum()) for batch in batches[n : n + 2]) for n in (0, 2))
-    assert [int(batch[STEP_TOKENS]) for batch in batches] == [first, first, second, second]
+    trainer.variants.count_step_tokens(batches, accum=1, masks=[batch["completion_mask"] for batch in batches])
+    assert [int(batch[STEP_TOKENS]) for batch in batches] == [int(each["completion_mask"].sum()) for each in batches]
 
 
 def halved(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -288,7 +292,7 @@ def halved(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_the_constant_of_dr_grpo_is_the_one_that_is_written(tmp_path: Path):
     keys = {"loss_type": "dr_grpo", "dr_grpo_divisor": 7}
     trainer = make_trainer(tmp_path, keys, loss_type="dr_grpo")
-    batches = make_batches(VOCAB, extra=("old_per_token_logps",))
+    batches = make_batches(VOCAB, batches=ACCUM, extra=("old_per_token_logps",))
     assert_same(trainer, batches, reference_step(trainer.model, batches, keys))
     assert trainer.max_completion_length == 12
     stock = make_trainer(tmp_path, loss_type="dr_grpo", max_completion_length=7)
@@ -315,15 +319,15 @@ def with_likeliest(batches: list[dict[str, Any]], k: int, sampler: Any) -> list[
 @pytest.mark.parametrize(
     ("k", "loss_type", "correction"),
     [
-        (VOCAB, "dapo", None), (5, "grpo", None), (5, "dr_grpo", "token_truncate"), (VOCAB, "cispo", "token_mask"),
-        (5, "dapo", "token_mask"),
+        (VOCAB, "dapo", None), (5, "grpo", None), (5, "dr_grpo", "token_truncate"), (5, "cispo", "token_mask"),
     ],
 )  # fmt: skip
 def test_score_centering_subtracts_the_mean_over_the_sampler(
     tmp_path: Path, k: int, loss_type: str, correction: str | None
 ):
-    keys: dict[str, Any] = {"loss_type": loss_type, "score_centering": k, "sampler_correction": correction}
-    keys |= {"sampler_ratio_min": 0.9, "sampler_ratio_max": 1.1} if correction else {}
+    keys: dict[str, Any] = {"loss_type": loss_type, "score_centering": k}
+    if correction:
+        keys |= {"sampler_correction": correction, "sampler_ratio_min": 0.9, "sampler_ratio_max": 1.1}
     keys |= {"epsilon_high": 1.5} if loss_type == "cispo" else {}
     named = {"epsilon_high": 1.5} if loss_type == "cispo" else {}
     trainer = make_trainer(tmp_path, keys, loss_type=loss_type, **named)
@@ -331,15 +335,14 @@ def test_score_centering_subtracts_the_mean_over_the_sampler(
     with torch.no_grad():
         for weight in sampler.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    batches = with_likeliest(make_batches(VOCAB, batches=2), k, sampler)
-    trainer.args.steps_per_generation = 2
-    # Without a correction on top: the sampler and the older policy are one, so that its ratio is 1 everywhere.
-    reference = reference_step(trainer.model, batches, {**keys, "sampler_correction": None} if not correction else keys)
-    plain = reference_step(trainer.model, [without_likeliest(batch) for batch in batches], keys)
-    assert float((reference[1] - plain[1]).norm() / plain[1].norm()) > 1e-2
-    got, gradient = loss_and_gradient(trainer, batches)
-    assert float((gradient - reference[1]).norm() / reference[1].norm()) < 1e-4
-    del got  # the value has the sampler's mean of log p over the vocabulary, and the reference a constant more
+    batches = with_likeliest(make_batches(VOCAB, batches=1), k, sampler)
+    trainer.args.steps_per_generation = 1
+    _, expected = reference_step(trainer.model, batches, keys)
+    # Values differ by what has no gradient: the sum of p times log p of the tail is left out.
+    _, gradient = loss_and_gradient(trainer, batches)
+    assert float((gradient - expected).norm() / expected.norm()) < 1e-4
+    _, uncentred = loss_and_gradient(trainer, [without_likeliest(batch) for batch in batches])
+    assert float((gradient - uncentred).norm() / uncentred.norm()) > 1e-2
 
 
 def without_likeliest(batch: dict[str, Any]) -> dict[str, Any]:
@@ -348,8 +351,8 @@ def without_likeliest(batch: dict[str, Any]) -> dict[str, Any]:
 
 def test_score_centering_adds_no_gradient_where_the_sampler_is_the_model(tmp_path: Path):
     trainer = make_trainer(tmp_path, {"score_centering": 5})
-    batches = with_likeliest(make_batches(VOCAB, batches=2), 5, trainer.model)
-    trainer.args.steps_per_generation = 2
+    batches = with_likeliest(make_batches(VOCAB, batches=1), 5, trainer.model)
+    trainer.args.steps_per_generation = 1
     _, gradient = loss_and_gradient(trainer, batches)
     trainer.variants = None
     _, expected = loss_and_gradient(trainer, [without_likeliest(batch) for batch in batches])
@@ -366,7 +369,7 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_that_was_sampled_fro
             eos_token_id=None, temperature=0.7,
         )  # fmt: skip
         scores = (model(input_ids=drawn).logits[:, 2:-1] / 0.7).log_softmax(-1)
-    for row, expected in zip(rows, scores.topk(3), strict=False) if False else zip(rows, scores, strict=True):
+    for row, expected in zip(rows, scores, strict=True):
         assert row.top is not None
         found_ids, logps = row.cut(4).top or row.top
         assert found_ids.shape == (4, 3)
@@ -419,8 +422,7 @@ def test_a_run_with_every_variant_records_its_sampler_and_stays_near_the_plain_o
         assert line["sampler_cut_share"] == 0.0  # in fp32 the sampler is the model
         assert "sampler_cut_share" not in other
         assert line["reward"] == other["reward"]
-        assert line["loss"] == pytest.approx(other["loss"], abs=1e-5) if line["step"] == 1 else True
-    assert isinstance(SampledRow([0.0]), list)
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-4)
 
 
 @pytest.mark.slow
