@@ -181,9 +181,11 @@ newest() {
 
 # A target of the Makefile, as a user types it.
 target() {
-  printf '$ make'
-  printf ' %q' "$@"
-  printf '\n'
+  local word shown='$ make'
+  for word in "$@"; do
+    case $word in *' '*) shown="$shown ${word%%=*}=\"${word#*=}\"" ;; *) shown="$shown $word" ;; esac
+  done
+  printf '%s\n' "$shown"
   make --no-print-directory READY= PY="$PY" "$@"
 }
 

@@ -7,7 +7,8 @@
 #   --model NAME  the model that learns (Qwen/Qwen2.5-0.5B-Instruct)
 #   --name NAME   the name of the run (gsm8k)
 #   --tiny        the kit's tiny model, a few steps; without a GPU it is taken by itself, and that is said
-#   -- KEY=VALUE  for the training, such as `-- train.max_steps=300 grpo.sampler_correction=token_mask`
+#   -- KEY=VALUE  for the training, such as `-- train.max_steps=300 grpo.sampler_correction=token_mask`; the tiny model's
+#                 warm-up gets it too
 #
 # Needs one GPU with 24 GiB and bf16, 8 GB of disk (1 GB is the model's download), and by estimate 30 to 50 minutes on such a
 # card: nobody has run it on one yet. 1.5B wants `--model Qwen/Qwen2.5-1.5B-Instruct -- tuning.mode=qlora`, and twice the time.
@@ -39,12 +40,15 @@ if [ -n "$tiny" ]; then
 for line in open(sys.argv[1], encoding="utf-8"):
     row = json.loads(line)
     print(json.dumps({"question": row["question"], "answer": row["answer"].splitlines()[-1]}))' "$train_rows" > "$last_lines"
-  short="model.max_seq_len=512 train.gradient_checkpointing=false data.too_long=drop"
+  short="model.max_seq_len=384 train.gradient_checkpointing=false data.too_long=drop"
   system="data.system='The last line of your answer is #### and the number.'"
   target train CONFIG=configs/run_grpo_toy_sft.yaml \
-    ARGS="run_name=$name-warm train.resume=auto data.train_path='$last_lines' $short $system train.max_steps=60"
-  args="$args $short $system model.name=$name-warm tuning.mode=full grpo.max_completion_length=16 train.max_steps=20 \
-train.learning_rate=1e-4 train.effective_batch_size=64 train.eval_steps=10 train.save_steps=10 eval.limit=100 grpo.dynamic_sampling_rounds=0"
+    ARGS="run_name=$name-warm train.resume=auto data.train_path='$last_lines' $short $system train.max_steps=40 \
+train.effective_batch_size=16 $more"
+  # shellcheck disable=SC2086
+  warm=$(folder_of configs/run_grpo_toy_sft.yaml "run_name=$name-warm" $more)
+  args="$args $short $system model.name='$warm' tuning.mode=full grpo.max_completion_length=16 train.max_steps=20 \
+train.learning_rate=1e-4 train.effective_batch_size=32 train.eval_steps=10 train.save_steps=10 eval.limit=100 grpo.dynamic_sampling_rounds=0"
 else
   args="$args model.name=$model tuning.mode=lora train.max_steps=100 train.eval_steps=50 train.save_steps=50 eval.limit=200"
 fi
@@ -57,6 +61,7 @@ target train CONFIG=$config ARGS="$args train.resume=auto"
 say "3 of 4: the test problems, by the model as it was and as it is"
 target eval CONFIG=$config ARGS="$args ${tiny:-eval.limit=null}"
 say "4 of 4: accuracy"
-run=$(folder_of "$config" "run_name=$name")
+# shellcheck disable=SC2086 # words, as make takes them
+run=$(folder_of "$config" "run_name=$name" $more)
 print_change pass "$run/eval/before.json" "$run/eval/after.json"
-target report CONFIG=$config RUN="$name"
+target report CONFIG=$config RUN="$name" ARGS="$args"

@@ -7,7 +7,8 @@
 #   --model NAME  the model that learns (Qwen/Qwen2.5-Coder-0.5B-Instruct)
 #   --name NAME   the name of the run (mbpp)
 #   --tiny        the kit's tiny model, a few steps; without a GPU it is taken by itself, and that is said
-#   -- KEY=VALUE  for the training, such as `-- train.max_steps=300 grpo.overlong_buffer=128`
+#   -- KEY=VALUE  for the training, such as `-- train.max_steps=300 grpo.overlong_buffer=128`; the tiny model's warm-up
+#                 gets it too
 #
 # Needs one GPU with 24 GiB and bf16, 8 GB of disk (1 GB is the model's download), bubblewrap or Landlock for the sandbox, and by
 # estimate 30 to 50 minutes on such a card: nobody has run it on one yet. 1.5B wants `--model Qwen/Qwen2.5-Coder-1.5B-Instruct --
@@ -48,14 +49,18 @@ if [ -n "$tiny" ]; then
   say "the tiny model first learns the form of a program, from MBPP's solutions"
   short="model.max_seq_len=512 train.gradient_checkpointing=false data.too_long=drop" tokens=48 limit=" --limit 20"
   target train CONFIG=configs/run_grpo_toy_sft.yaml \
-    ARGS="run_name=$name-warm train.resume=auto data.train_path='$train_rows' $short train.max_steps=100"
-  args="$args $short model.name=$name-warm tuning.mode=full grpo.max_completion_length=48 train.max_steps=10 \
+    ARGS="run_name=$name-warm train.resume=auto data.train_path='$train_rows' $short train.max_steps=100 \
+train.effective_batch_size=8 $more"
+  # shellcheck disable=SC2086
+  warm=$(folder_of configs/run_grpo_toy_sft.yaml "run_name=$name-warm" $more)
+  args="$args $short model.name='$warm' tuning.mode=full grpo.max_completion_length=48 train.max_steps=10 \
 train.learning_rate=1e-4 train.effective_batch_size=32 train.eval_steps=10 train.save_steps=10 eval.limit=10 grpo.dynamic_sampling_rounds=0"
 else
   args="$args model.name=$model tuning.mode=lora train.max_steps=100 train.eval_steps=50 train.save_steps=50"
 fi
 args="$args run_name=$name $more"
-run=$(folder_of "$config" "run_name=$name")
+# shellcheck disable=SC2086 # words, as make takes them
+run=$(folder_of "$config" "run_name=$name" $more)
 
 say "1 of 4: the test problems, by the model as it is"
 target eval-code CONFIG=$config DATA="$problems" MAX_NEW_TOKENS=$tokens ARGS="$args$limit run_name=$name-start"
@@ -66,4 +71,4 @@ target train CONFIG=$config ARGS="$args train.resume=auto"
 say "4 of 4: the test problems once more"
 target eval-code CONFIG=$config DATA="$problems" MAX_NEW_TOKENS=$tokens RUN="$name" ARGS="$args$limit"
 print_change pass@1 "$(newest "$run-start-untrained/eval/code-*.json")" "$(newest "$run/eval/code-*.json")"
-target report CONFIG=$config RUN="$name"
+target report CONFIG=$config RUN="$name" ARGS="$args"

@@ -133,8 +133,8 @@ class GrpoConfig(Section):
     """How the loss corrects for a sampler that gives other probabilities than the model that learns: by their ratio,
     of each token or of the completion. truncate cuts the ratio off at sampler_ratio_min and _max (token_truncate: TIS,
     fengyao.notion.site/off-policy-rl). mask learns nothing where it lies outside (token_mask: IcePop, arXiv
-    2510.18855). geometric_mask: of a completion, by the mean of its tokens. trl corrects vLLM by sequence_mask, as TRL
-    does, and nothing else; none corrects nothing."""
+    2510.18855; geometric_mask: of a completion, by the mean of its tokens, richardli.xyz/rl-collapse-3). trl corrects
+    vLLM by sequence_mask, as TRL does, and nothing else; none corrects nothing."""
 
     sampler_ratio_min: PositiveFloat | None = None
     """Lower bound of the ratio of sampler_correction: below 1. IcePop takes 0.5. None sets none, as TRL does."""
