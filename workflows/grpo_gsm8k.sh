@@ -59,7 +59,7 @@ target reward-check CONFIG=$config ARGS="$args"
 say "2 of 4: learning from rewards"
 target train CONFIG=$config ARGS="$args train.resume=auto"
 say "3 of 4: the test problems, by the model as it was and as it is"
-target eval CONFIG=$config ARGS="$args ${tiny:-eval.limit=null}"
+target eval CONFIG=$config ARGS="$args eval.limit=null $more"
 say "4 of 4: accuracy"
 # shellcheck disable=SC2086 # words, as make takes them
 run=$(folder_of "$config" "run_name=$name" $more)

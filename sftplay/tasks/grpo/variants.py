@@ -129,7 +129,7 @@ class LossVariants:
         self.trainer = trainer
         self.mode = None if grpo.sampler_correction in UNCHANGED else grpo.sampler_correction
         self.low, self.high = grpo.sampler_ratio_min, grpo.sampler_ratio_max
-        self.top = grpo.score_centering or 0
+        self.top = min(grpo.score_centering or 0, trainer.model.config.get_text_config().vocab_size)
         self.entropy_coef = grpo.entropy_coef if grpo.entropy_mean == "step" else 0.0
         self.divisor = grpo.dr_grpo_divisor
         self._inputs: Batch | None = None  # of the micro-batch in `applied`, as are the next four
@@ -236,13 +236,10 @@ class LossVariants:
         assert len(self._hidden) == len(is_known), "a row of the forward pass is a completion"
         hidden = self._hidden[:, -length - 1 : -1][is_known]
         head = self.trainer.accelerator.unwrap_model(self.trainer.model).get_output_embeddings()
+        parts = (hidden, inputs[TOP_IDS][is_known], inputs[TOP_LOGPS][is_known].float())
         terms = [hidden.new_zeros(0, dtype=torch.float32)]
-        for at in range(0, len(hidden), CHUNK):
-            part = slice(at, at + CHUNK)
-            ids, sampled = inputs[TOP_IDS][is_known][part], inputs[TOP_LOGPS][is_known][part].float()
-            terms.append(
-                checkpoint(self._center, hidden[part], head.weight, head.bias, ids, sampled, use_reentrant=False)
-            )
+        for states, ids, sampled in zip(*(part.split(CHUNK) for part in parts), strict=True):
+            terms.append(checkpoint(self._center, states, head.weight, head.bias, ids, sampled, use_reentrant=False))
         return is_known.new_zeros(is_known.shape, dtype=torch.float32).masked_scatter(is_known, torch.cat(terms))
 
     def _center(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, sampled: Tensor) -> Tensor:
