@@ -21,6 +21,12 @@ WINDOW_KEYS = ("num_items_in_batch",)
 """The keys of a micro-batch of texts. A micro-batch with any other key (images) is left as it is."""
 
 
+def loss_mask(batch: Batch) -> torch.Tensor:
+    """Return which tokens of the completions count in the loss, [rows, tokens]: not those that an environment wrote."""
+    mask: torch.Tensor = batch["completion_mask"]
+    return mask if batch.get("tool_mask") is None else mask * batch["tool_mask"]
+
+
 def depends_on_cut(trainer: Any) -> str:
     """Return why the loss of this GRPO trainer depends on which rows share a micro-batch; empty where it does not.
 
