@@ -170,7 +170,7 @@ def attend_in_blocks(
     ]
     keys = (part.transpose(1, 2) for part in joined)
     found.append(attend(module, answers[0].transpose(1, 2), *keys, layout.mask, **named)[0].flatten(0, 1))
-    return _Unpad.apply(torch.cat(found), layout)[None]  # type: ignore[no-any-return]
+    return _Unpad.apply(torch.cat(found), layout)[None]
 
 
 LAYOUT = "prompt_layout"

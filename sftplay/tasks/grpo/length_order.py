@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from sftplay.tasks.grpo.plan import BLOCK_COST
 from sftplay.train.upstream import has_entropy_bonus
 
 Batch = dict[str, Any]
@@ -45,17 +47,24 @@ def depends_on_cut(trainer: Any) -> str:
     return ""
 
 
-def order_by_length(batches: Sequence[Batch], *, accum: int, trims_prompts: bool) -> list[Batch]:
+def order_by_length(
+    batches: Sequence[Batch], *, accum: int, trims_prompts: bool, shares_prompts: bool = False
+) -> list[Batch]:
     """Return the micro-batches of a rollout batch, reordered within each optimizer step (`accum` micro-batches).
 
     The longest come first, so that memory runs out in the first micro-batch or never. `trims_prompts`: whether the
     model's output is the same with less padding on the left; with learned position embeddings it is not.
+    `shares_prompts`: completions of a prompt stay together where that computes fewer tokens.
     """
     known = {*PROMPT_KEYS, *COMPLETION_KEYS, *ROW_KEYS, *WINDOW_KEYS}
     if len(batches) % accum or any(set(batch) - known for batch in batches):
         return list(batches)
     steps = [batches[first : first + accum] for first in range(0, len(batches), accum)]
-    return [trim_padding(batch, trims_prompts=trims_prompts) for step in steps for batch in _order_step(step)]
+    return [
+        trim_padding(batch, trims_prompts=trims_prompts)
+        for step in steps
+        for batch in _order_step(step, shares_prompts)
+    ]
 
 
 def trim_padding(batch: Batch, *, trims_prompts: bool) -> Batch:
@@ -75,8 +84,9 @@ def has_relative_positions(model: Any) -> bool:
     return any("rotary" in type(module).__name__.lower() for module in model.modules())
 
 
-def _order_step(batches: Sequence[Batch]) -> list[Batch]:
-    """Return as many micro-batches with the same rows in the order with least padding: as now, or by length."""
+def _order_step(batches: Sequence[Batch], shares_prompts: bool) -> list[Batch]:
+    """Return as many micro-batches with the same rows in the order with fewest tokens to compute: as now, by length,
+    or by prompt."""
     whole = {
         key: value if key in WINDOW_KEYS or value is None else torch.cat([batch[key] for batch in batches])
         for key, value in batches[0].items()
@@ -84,19 +94,33 @@ def _order_step(batches: Sequence[Batch]) -> list[Batch]:
     rows = len(batches[0]["advantages"])
     prompts = whole["prompt_mask"].sum(1).tolist()
     completions = whole["completion_mask"].sum(1).tolist()
-    numbers = range(len(prompts))
-    orders = (
+    numbers, groups = range(len(prompts)), list[str]()
+    orders = [
         numbers,
         sorted(numbers, key=lambda n: (-completions[n], -prompts[n])),
         sorted(numbers, key=lambda n: -prompts[n] - completions[n]),
         sorted(numbers, key=lambda n: (-prompts[n], -completions[n])),
-    )
+    ]
+    if shares_prompts:
+        groups = [
+            str(ids[len(ids) - length :]) for ids, length in zip(whole["prompt_ids"].tolist(), prompts, strict=True)
+        ]
+        sizes = Counter[str]()
+        for n in numbers:
+            sizes[groups[n]] += completions[n]
+        orders.append(sorted(numbers, key=lambda n: (-sizes[groups[n]] - prompts[n], groups[n], -completions[n])))
 
-    def count_padded_tokens(order: Sequence[int]) -> int:
-        parts = [order[at : at + rows] for at in range(0, len(order), rows)]
-        return sum(max(prompts[n] for n in part) + max(completions[n] for n in part) for part in parts)
+    def count_tokens(order: Sequence[int]) -> float:
+        return sum(count_part(order[at : at + rows]) for at in range(0, len(order), rows))
 
-    best = min(orders, key=count_padded_tokens)
+    def count_part(part: Sequence[int]) -> float:
+        padded = len(part) * (max(prompts[n] for n in part) + max(completions[n] for n in part))
+        if not shares_prompts:
+            return padded
+        once = {groups[n]: prompts[n] for n in part}
+        return min(padded, BLOCK_COST * (sum(once.values()) + sum(completions[n] for n in part)))
+
+    best = min(orders, key=count_tokens)
     parts = torch.tensor(best, device=whole["advantages"].device).split(rows)
     return [
         {key: value if value is None or value.ndim == 0 else value[part] for key, value in whole.items()}
