@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -12,6 +12,9 @@ from sftplay.tasks.grpo.plan import BLOCK_COST
 from sftplay.train.upstream import has_entropy_bonus
 
 Batch = dict[str, Any]
+
+Sharing = Literal["", "cheaper", "always"]
+"""When completions are computed behind one prompt: never, where it costs less, or in every forward pass."""
 
 PROMPT_KEYS = ("prompt_ids", "prompt_mask")
 COMPLETION_KEYS = (
@@ -47,24 +50,18 @@ def depends_on_cut(trainer: Any) -> str:
     return ""
 
 
-def order_by_length(
-    batches: Sequence[Batch], *, accum: int, trims_prompts: bool, shares_prompts: bool = False
-) -> list[Batch]:
+def order_by_length(batches: Sequence[Batch], *, accum: int, trims_prompts: bool, sharing: Sharing = "") -> list[Batch]:
     """Return the micro-batches of a rollout batch, reordered within each optimizer step (`accum` micro-batches).
 
     The longest come first, so that memory runs out in the first micro-batch or never. `trims_prompts`: whether the
     model's output is the same with less padding on the left; with learned position embeddings it is not.
-    `shares_prompts`: completions of a prompt stay together where that computes fewer tokens.
+    `sharing`: completions of a prompt stay together where that computes fewer tokens.
     """
     known = {*PROMPT_KEYS, *COMPLETION_KEYS, *ROW_KEYS, *WINDOW_KEYS}
     if len(batches) % accum or any(set(batch) - known for batch in batches):
         return list(batches)
     steps = [batches[first : first + accum] for first in range(0, len(batches), accum)]
-    return [
-        trim_padding(batch, trims_prompts=trims_prompts)
-        for step in steps
-        for batch in _order_step(step, shares_prompts)
-    ]
+    return [trim_padding(batch, trims_prompts=trims_prompts) for step in steps for batch in _order_step(step, sharing)]
 
 
 def trim_padding(batch: Batch, *, trims_prompts: bool) -> Batch:
@@ -84,7 +81,7 @@ def has_relative_positions(model: Any) -> bool:
     return any("rotary" in type(module).__name__.lower() for module in model.modules())
 
 
-def _order_step(batches: Sequence[Batch], shares_prompts: bool) -> list[Batch]:
+def _order_step(batches: Sequence[Batch], sharing: Sharing) -> list[Batch]:
     """Return as many micro-batches with the same rows in the order with fewest tokens to compute: as now, by length,
     or by prompt."""
     whole = {
@@ -101,7 +98,7 @@ def _order_step(batches: Sequence[Batch], shares_prompts: bool) -> list[Batch]:
         sorted(numbers, key=lambda n: -prompts[n] - completions[n]),
         sorted(numbers, key=lambda n: (-prompts[n], -completions[n])),
     ]
-    if shares_prompts:
+    if sharing:
         groups = [
             str(ids[len(ids) - length :]) for ids, length in zip(whole["prompt_ids"].tolist(), prompts, strict=True)
         ]
@@ -115,10 +112,11 @@ def _order_step(batches: Sequence[Batch], shares_prompts: bool) -> list[Batch]:
 
     def count_part(part: Sequence[int]) -> float:
         padded = len(part) * (max(prompts[n] for n in part) + max(completions[n] for n in part))
-        if not shares_prompts:
+        if not sharing:
             return padded
         once = {groups[n]: prompts[n] for n in part}
-        return min(padded, BLOCK_COST * (sum(once.values()) + sum(completions[n] for n in part)))
+        joined = BLOCK_COST * (sum(once.values()) + sum(completions[n] for n in part))
+        return joined if sharing == "always" else min(padded, joined)
 
     best = min(orders, key=count_tokens)
     parts = torch.tensor(best, device=whole["advantages"].device).split(rows)

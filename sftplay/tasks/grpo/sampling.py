@@ -184,7 +184,7 @@ class SamplingMixin(StepTrainerMixin):
         accum = self.args.gradient_accumulation_steps
         if not self.keeps_cut:
             micro_batches = order_by_length(
-                micro_batches, accum=accum, trims_prompts=self._trims_prompts, shares_prompts=bool(self.sharing)
+                micro_batches, accum=accum, trims_prompts=self._trims_prompts, sharing=self.sharing
             )
             replace_micro_batches(self, micro_batches)
         first = micro_batches[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, ran_out_of_memory
-from sftplay.tasks.grpo.length_order import has_relative_positions
+from sftplay.tasks.grpo.length_order import Sharing, has_relative_positions
 from sftplay.tasks.grpo.plan import BLOCK_COST
 from sftplay.train.loss_heads import PROOF_TOLERANCE
 from sftplay.train.micro_batches import can_compute, watched_embeddings
@@ -98,10 +98,6 @@ def score_groups(
                 spread = found.new_zeros(row.rows * completion_tokens).index_copy(0, row.cells, found[0][is_label])
                 kept.append(spread.view(row.rows, completion_tokens))
     return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
-
-
-Sharing = Literal["", "cheaper", "always"]
-"""When rows are joined: never, where it costs less, or in every forward pass."""
 
 
 def decide_sharing(trainer: Any, cfg: RunConfig) -> Sharing:
