@@ -1,10 +1,10 @@
 """Task grpo beside a plain TRL script of the same settings, in one alternating run. `make bench-grpo` runs it.
 
-Three questions. Is a step as fast, with the same rewards (`--only speed`)? How long does learning take from prompts that
-are computed once for all their answers (`--only learning`)? And how many tokens does each generate until
-the toy's sampled pass@1 reaches a goal, where ours resamples zero-variance groups (`--only redraws`)? The first uses
-the toy of workflows/sft_then_grpo.sh and its warm start, which is trained first unless `--warm RUN` names one. It runs
-on a GPU where there is one. The second has a model of its own, too small for a GPU, and runs on a CPU.
+Three questions. Is a step as fast, with the same rewards (`--only speed`)? How long does learning take where prompts
+are computed once for all their answers (`--only learning`)? And how many tokens does each generate until the toy's
+sampled pass@1 reaches a goal, where ours resamples zero-variance groups (`--only redraws`)? The first two
+use the toy of workflows/sft_then_grpo.sh and its warm start, which is trained first unless `--warm RUN` names one. The
+first runs on a GPU where there is one. The third has a model of its own, too small for a GPU, and runs on a CPU.
 """
 
 from __future__ import annotations

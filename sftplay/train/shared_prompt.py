@@ -96,7 +96,7 @@ class PromptLayout:
     def mask(self) -> Tensor:
         """Which keys the tokens of an answer see, bool [answers or 1, 1, answer width, prompt width + answer width]."""
         places = torch.arange(self.answer_width, device=self.device)
-        own = (places[None, :] <= places[:, None])[None, None]
+        causal = (places[None, :] <= places[:, None])[None, None]
         lengths = list(self.prompt_lengths)
         counts = self.answer_counts
         if min(lengths) == self.prompt_width:
@@ -105,7 +105,7 @@ class PromptLayout:
         ends = torch.tensor(lengths, device=self.device)[:, None, None, None]
         prompt = torch.arange(self.prompt_width, device=self.device) < ends
         shape = (len(lengths), 1, self.answer_width, -1)
-        return torch.cat([prompt.expand(shape), own.expand(shape)], dim=3)
+        return torch.cat([prompt.expand(shape), causal.expand(shape)], dim=3)
 
 
 class _Pad(torch.autograd.Function):

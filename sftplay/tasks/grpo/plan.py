@@ -346,7 +346,7 @@ def decide_rows_at_once(share: int, forecast: Callable[[int], Forecast] | None) 
     return Decision(rows, f"{share} completions of a process in {parts} parts; one takes {filled} with its margin")
 
 
-def together(cfg: RunConfig) -> int:
+def count_together(cfg: RunConfig) -> int:
     """Return the completions of a prompt that a micro-batch may hold: TRL mixes those of several steps."""
     grpo, rows = cfg.grpo, cfg.train.batch_size
     number = max(1, grpo.num_generations // grpo.steps_per_generation)
@@ -363,7 +363,7 @@ def keeps_groups(cfg: RunConfig) -> bool:
 
 def decide_shared_prompts(cfg: RunConfig, shape: ModelShape | None, *, strategy: str) -> Decision:
     """Decide whether prompts may be computed once: where that costs less at full length, by products and attention."""
-    number, prompt, completion = together(cfg), cfg.prompt_tokens, cfg.grpo.max_completion_length
+    number, prompt, completion = count_together(cfg), cfg.prompt_tokens, cfg.grpo.max_completion_length
     if strategy in ("zero3", "fsdp"):
         return Decision(
             False, f"what allows it cannot be proved where processes hold parts of the weights ({strategy})"

@@ -53,7 +53,7 @@ def join_rows(input_ids: Tensor, attention_mask: Tensor, completion_tokens: int)
         groups.setdefault(tuple(row[start:width]), []).append((number, row[width : width + length]))
     # A completion without tokens counts for nothing; without any, one stays, since DDP and FSDP wait for every weight.
     kept = {
-        prompt: filled for prompt, rows in groups.items() if (filled := [each for each in rows if each[1]])
+        prompt: filled for prompt, rows in groups.items() if (filled := [row for row in rows if row[1]])
     } or {prompt: rows[:1] for prompt, rows in list(groups.items())[:1]}  # fmt: skip
     ids, labels, cells = list[int](), list[int](), list[int]()
     for prompt, rows in kept.items():
@@ -95,8 +95,8 @@ def score_groups(
         for found, kept in ((outputs.log_probs, logps), (outputs.entropy, entropies)):
             if found is not None:
                 # Copied to places of their own: a sum by index has no fixed order on a GPU.
-                spread = found.new_zeros(row.rows * completion_tokens).index_copy(0, row.cells, found[0][is_label])
-                kept.append(spread.view(row.rows, completion_tokens))
+                scattered = found.new_zeros(row.rows * completion_tokens).index_copy(0, row.cells, found[0][is_label])
+                kept.append(scattered.view(row.rows, completion_tokens))
     return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
 
