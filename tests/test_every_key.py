@@ -556,6 +556,7 @@ OF_GRPO: dict[str, Check] = {
     **{key: of_trl(key, *row) for key, row in NAMED_IN_TRL.items()},
     "extra": of_trl("extra.sapo_temperature_neg", "sapo_temperature_neg", {1.1: 1.1}, {}),
     "vllm.command": starts_the_server,
+    "share_prompts": decides("grpo.share_prompts", False, weights=True),
     "generation_rows": decides("grpo.generation_rows", 2, weights=True),
     "dynamic_sampling_rounds": decides("grpo.dynamic_sampling_rounds", 2, weights=True),
     "skip_zero_variance": decides("grpo.skip_zero_variance", True, weights=True),

@@ -40,6 +40,7 @@ from sftplay.tasks.grpo.scoring import (
     cut_samples,
     write_samples,
 )
+from sftplay.tasks.grpo.shared_groups import decide_sharing, score_groups
 from sftplay.tasks.grpo.variants import LossVariants
 from sftplay.tasks.grpo.watch import read_policy_clip_share
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
@@ -154,6 +155,7 @@ class SamplingMixin(StepTrainerMixin):
         """Why micro-batches stay as TRL cuts them; empty where they are ordered by length."""
 
         self._trims_prompts = has_relative_positions(self.model)
+        self.sharing = decide_sharing(self, cfg)
         self._inputs: list[dict[str, Any]] | None = None
         self._scored_early: ScoredBatch | None = None
         self._generated_tokens = 0
@@ -184,7 +186,9 @@ class SamplingMixin(StepTrainerMixin):
             return inputs
         accum = self.args.gradient_accumulation_steps
         if not self.keeps_cut:
-            micro_batches = order_by_length(micro_batches, accum=accum, trims_prompts=self._trims_prompts)
+            micro_batches = order_by_length(
+                micro_batches, accum=accum, trims_prompts=self._trims_prompts, sharing=self.sharing
+            )
             replace_micro_batches(self, micro_batches)
         self.variants.count_step_tokens(micro_batches, accum=accum, masks=[loss_mask(batch) for batch in micro_batches])
         first = micro_batches[0]
@@ -344,7 +348,10 @@ class SamplingMixin(StepTrainerMixin):
         # ratio, and the reference, for KL. TRL 1.16 runs both with dropout.
         mode = nullcontext() if torch.is_grad_enabled() else eval_mode(self.model_wrapped)
         with mode, fitted_tiles(self.model.config.get_text_config().vocab_size):
-            logps_and_entropies = super()._get_per_token_logps_and_entropies(*given, **named)
+            logps_and_entropies = score_groups(self, *given, **named)
+            self._is_joined = logps_and_entropies is not None
+            if logps_and_entropies is None:
+                logps_and_entropies = super()._get_per_token_logps_and_entropies(*given, **named)
         self.logprob_check.trained_logps = logps_and_entropies[0].detach() if torch.is_grad_enabled() else None
         if torch.is_grad_enabled():
             self.variants.see(logps_and_entropies[0], logps_and_entropies[1])
@@ -366,11 +373,11 @@ class SamplingMixin(StepTrainerMixin):
         counts.lengths += lengths
         counts.tokens += sum(lengths)
         counts.label_tokens += int(completions.sum())
-        counts.padded_tokens += prompts.numel() + completions.numel()
         self.heartbeat.enter("forward")
         with self.variants.applied(inputs, mask=loss_mask(inputs), sampled=sampler_logps) as changed:
             loss = super().compute_loss(model, changed, *given, **named)
             loss = self.variants.complete_loss(loss, inputs["advantages"])
+        counts.padded_tokens += sum(lengths) if self._is_joined else prompts.numel() + completions.numel()
         self.last_loss = self.last_loss + loss.detach()
         if self._check_loss is not None:
             self._check_loss(loss.detach())

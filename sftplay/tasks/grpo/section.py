@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftplay.config.section import NotNegative, Positive, PositiveFloat, Section
+from sftplay.config.section import Auto, NotNegative, Positive, PositiveFloat, Section
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 Generation = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
@@ -171,6 +171,12 @@ class GrpoConfig(Section):
     generation_rows: Positive | None = None
     """Completions that a process samples at the same time (generation transformers, continuous); the rest follow. None
     means as many as fit into memory next to the model. TRL samples all at once."""
+
+    share_prompts: bool | Auto = "auto"
+    """Compute a prompt once for all its completions in a micro-batch while the model learns and where it scores them.
+    auto: where that costs less, which the plan and each micro-batch decide, and a proof with the model's own weights
+    shows that it changes nothing. true does so always, and refuses a model that fails the proof; false never, as
+    TRL."""
 
     vllm: VllmConfig = Field(default_factory=VllmConfig)
     """Settings of vLLM."""

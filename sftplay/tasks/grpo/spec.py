@@ -190,6 +190,7 @@ def _check_sampler_correction(cfg: RunConfig) -> Iterator[Problem]:
         "grpo.top_k": (grpo.top_k, "left-out tokens have no probability to compare", "0"),
         "grpo.min_p": (grpo.min_p, "left-out tokens have no probability to compare", "null"),
         "grpo.repetition_penalty": (grpo.repetition_penalty != 1, "the model learns without it", "1"),
+        "grpo.share_prompts": (grpo.share_prompts is True, "it takes the scores of rows", "auto"),
         LOSS: (grpo.loss_type in ("sapo", "vespo"), "its weights are no ratios of probabilities", "dapo"),
     }
     for key, (is_broken, why, fix) in table.items():
