@@ -268,11 +268,6 @@ SIGNAL_PROBLEMS = (
         "the weights that learn are far from those that sampled: KL {now:.3g}",
         "lower grpo.steps_per_generation, grpo.num_iterations or train.learning_rate",
     ),
-    SignalProblem(
-        "other sampler", "sampler_gap", lambda _, now: now > 0.1,
-        "the sampler and the model that learns disagree: their log-probabilities differ by {now:.3g} in the mean",
-        "set grpo.top_p=1, top_k=0, min_p=null and repetition_penalty=1; with vLLM, train and sample in one precision",
-    ),
 )  # fmt: skip
 
 

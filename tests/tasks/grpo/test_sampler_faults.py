@@ -1,0 +1,205 @@
+"""Each planted fault of a sampler is named in the step in which it begins, and a sampler without one is not accused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo_run import grpo_inputs, grpo_options
+from in_process import Finished, Inputs, train
+from lively import lively_model
+from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import TrainerCallback
+
+from sftplay.launch.run_folder import RunFolder
+from sftplay.tasks.grpo.sampler_check import SAMPLER_LOGPS, SamplerCheck
+from sftplay.tasks.grpo.sampler_faults import SamplerFacts
+
+TOKENS = 24
+
+
+@dataclass
+class Learned:
+    """A small run with an adapter and a head that trains in full, and its weights before the last update."""
+
+    run: Finished
+    before: dict[str, torch.Tensor]
+
+    @property
+    def trainer(self) -> Any:
+        return self.run.trainer
+
+    def copied(self) -> Any:
+        """A model like the one that learns, as another process would hold it."""
+        trainer = self.trainer
+        model = copy.deepcopy(trainer.model)
+        for module in model.modules():
+            vars(module).pop("forward", None)
+        return model.eval()
+
+    def stale(self, *names: str) -> Any:
+        """The same with old weights where a name is part of theirs."""
+        model = self.copied()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name in self.before and any(part in name for part in names):
+                    weight.copy_(self.before[name])
+        return model
+
+
+class KeepWeights(TrainerCallback):
+    """Keeps the trained weights of the beginning of the last step."""
+
+    weights: dict[str, torch.Tensor] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == state.max_steps - 1:
+            type(self).weights = {n: w.detach().clone() for n, w in model.named_parameters() if w.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def learned(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    home = tmp_path_factory.mktemp("learned")
+    base = Path(shutil.copytree(tiny_llama, home / "base"))
+    lively_model(base).save_pretrained(base)
+    inputs = grpo_inputs(base, home / "rows")
+    lora = {"r": 4, "modules_to_save": ["lm_head"], "dropout": 0.2}
+    changes = {"tuning__mode": "lora", "tuning__lora": lora, "train__max_steps": 3, "train__learning_rate": 0.03}
+    with pytest.MonkeyPatch.context() as patch:
+        import sftplay.tasks.grpo.task as task
+
+        build = task.build_trainer
+
+        def build_and_watch(parts: Any) -> Any:
+            trainer = build(parts)
+            trainer.add_callback(KeepWeights())
+            return trainer
+
+        patch.setattr(task, "build_trainer", build_and_watch)
+        run = train(home, inputs, **grpo_options(inputs, **changes))
+    return Learned(run, KeepWeights.weights)
+
+
+@torch.no_grad()
+def sample(
+    model: Any, prompts: list[list[int]], *, temperature: float = 1.0, top_p: float = 1.0, old: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token after the other with a cache; `old` fills the cache for the prompts but for their last token."""
+    torch.manual_seed(5)
+    tokens, logps = [], []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        cache = (old or model)(input_ids=ids[:, :-1], use_cache=True).past_key_values
+        last, row, said = ids[:, -1:], [], []
+        for _ in range(TOKENS):
+            logits = model(input_ids=last, past_key_values=cache, use_cache=True).logits[:, -1].float()
+            scores = TemperatureLogitsWarper(temperature)(ids, logits)
+            scores = TopPLogitsWarper(top_p)(ids, scores).log_softmax(-1)
+            last = scores.exp().multinomial(1)
+            row.append(int(last))
+            said.append(float(scores[0, row[-1]]))
+        tokens.append(row)
+        logps.append(said)
+    return torch.tensor(tokens), torch.tensor(logps)
+
+
+def prompts_of(learned: Learned, count: int = 4) -> list[list[int]]:
+    return [learned.trainer.questions[n].ids for n in range(count)]
+
+
+def judge(
+    learned: Learned, tmp_path: Path, sampled: tuple[torch.Tensor, torch.Tensor], *, facts: SamplerFacts | None = None
+) -> tuple[SamplerCheck, list[dict[str, Any]]]:
+    """What the check says of a rollout batch, with the events of the run."""
+    trainer, (tokens, logps) = learned.trainer, sampled
+    prompts = prompts_of(learned, len(tokens))
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ones = torch.ones_like(tokens)
+    with torch.no_grad():
+        before = trainer._get_per_token_logps_and_entropies(
+            trainer.model, torch.cat([ids, tokens], 1), torch.cat([mask, ones], 1), TOKENS
+        )[0]
+    batch = {
+        "prompt_ids": ids, "prompt_mask": mask, "completion_ids": tokens, "completion_mask": ones,
+        SAMPLER_LOGPS: logps, "old_per_token_logps": before, "row": torch.arange(len(tokens)),
+    }  # fmt: skip
+    check = SamplerCheck(1, facts=facts)
+    (tmp_path / "logs").mkdir(parents=True)
+    shown, trainer.run_folder = trainer.run_folder, tmp_path
+    state, weights = torch.get_rng_state(), {n: w.detach().clone() for n, w in trainer.model.state_dict().items()}
+    try:
+        check.judge(trainer, [batch])
+    finally:
+        trainer.run_folder = shown
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(weights[name], value) for name, value in trainer.model.state_dict().items())
+    return check, RunFolder(tmp_path).read_events()
+
+
+def half_loaded(learned: Learned, lost: Callable[[str], bool]) -> Any:
+    model = learned.copied()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name and lost(name):
+                weight.zero_()
+    return model
+
+
+def training(model: Any) -> Any:
+    return model.train()
+
+
+def with_first_token(learned: Learned) -> list[list[int]]:
+    first = learned.trainer.processing_class.eos_token_id
+    return [[first, *prompt] for prompt in prompts_of(learned)]
+
+
+PLANTED: dict[str, tuple[str, Callable[[Learned], Any]]] = {
+    "old head": ("old head", lambda it: sample(it.stale("lm_head"), prompts_of(it))),
+    "stale prefix cache": (
+        "stale prefix cache", lambda it: sample(it.copied(), prompts_of(it), old=it.stale("lora", "lm_head")),
+    ),
+    "temperature": ("temperature", lambda it: sample(it.copied(), prompts_of(it), temperature=0.7)),
+    "top-p": ("top_p", lambda it: sample(it.copied(), prompts_of(it), top_p=0.8)),
+    "dropout": ("dropout", lambda it: sample(training(it.copied()), prompts_of(it))),
+    "template": ("template", lambda it: sample(it.copied(), with_first_token(it))),
+    "half-loaded adapter, a layer": (
+        "half-loaded adapter", lambda it: sample(half_loaded(it, lambda n: ".layers.1." in n), prompts_of(it)),
+    ),
+    "half-loaded adapter, a kind of module": (
+        "half-loaded adapter", lambda it: sample(half_loaded(it, lambda n: "_proj" in n and "q_" in n), prompts_of(it)),
+    ),
+    "adapter not loaded": ("adapter", lambda it: sample(half_loaded(it, lambda n: True), prompts_of(it))),
+    "bfloat16": ("another dtype", lambda it: sample(it.copied().bfloat16(), prompts_of(it))),
+    "weights before the update": ("old weights", lambda it: sample(it.stale("lora", "lm_head"), prompts_of(it))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_named_at_once(fault: str, learned: Learned, tmp_path: Path, capsys: Any):
+    name, plant = PLANTED[fault]
+    check, events = judge(learned, tmp_path, plant(learned))
+    out = capsys.readouterr().out
+    print(out)
+    assert check.cause is not None
+    assert check.cause.name == name
+    assert out.count("warning: sampler and learner are not one model") == 1
+    assert [event["cause"] for event in events] == [name]
+    assert events[0]["gap"] > events[0]["bound"] == 1e-5
+
+
+def test_a_sampler_without_a_fault_is_not_accused(learned: Learned, tmp_path: Path, capsys: Any):
+    check, events = judge(learned, tmp_path, sample(learned.copied(), prompts_of(learned)))
+    assert "warning" not in capsys.readouterr().out
+    assert (check.cause, events) == (None, [])
+    assert check.reading is not None
+    assert 0 < check.reading.gap < 5e-6
