@@ -7,6 +7,7 @@ cause. Nothing here changes weights or random numbers.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ DTYPE_EXPLAINED = 0.25
 """The same for another precision: two ways to compute in 16 bits have roundings of their own, which stay. On the GPU of
 `sampler_check.BOUNDS` a model in bf16 explained 0.35 to 0.55 of its difference to fp32, and one in fp16 0.5 to 0.8."""
 
-ROWS, TOKENS = 4, 64
+ROWS, TOKENS = 4, 48
 """Rows, and tokens of each, that are computed again for each hypothesis."""
 
 UNITS = 64
@@ -93,15 +94,24 @@ class Learner:
     autocast: Callable[[], Any] = lambda: torch.autocast("cpu", enabled=False)
 
     @torch.no_grad()
-    def logits(self, rows: Sequence[Row], *, model: Any = None, mode: Any = eval_mode) -> list[Tensor]:
-        """Return the logits of each row's last tokens: float32 [tokens, vocabulary], each row in a pass of its own."""
-        model, found = model or self.model, []
+    def logits(self, rows: Sequence[Row], *, model: Any = None, mode: Any = eval_mode) -> Tensor:
+        """Return the logits of the rows' last tokens, one row below the other: float32 [tokens, vocabulary]."""
+        model = model or self.model
         device = next(model.parameters()).device
+        texts = [row.prompt + row.completion for row in rows]
+        ids = torch.zeros(len(rows), max(map(len, texts)), dtype=torch.long, device=device)
+        mask = torch.zeros_like(ids)
+        for n, text in enumerate(texts):  # padding on the right changes no token before it
+            ids[n, : len(text)], mask[n, : len(text)] = torch.tensor(text, device=device), 1
+        places = [range(len(text) - len(row.sampled) - 1, len(text) - 1) for text, row in zip(texts, rows, strict=True)]
+        kept = sorted({place for part in places for place in part})
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        keeps = "logits_to_keep" in inspect.signature(type(base).forward).parameters
+        only = {"logits_to_keep": torch.tensor(kept, device=device)} if keeps else {}
         with mode(model), self.autocast():
-            for row in rows:
-                ids = torch.tensor([row.prompt + row.completion], device=device)
-                found.append(model(input_ids=ids, use_cache=False).logits[0, -len(row.sampled) - 1 : -1].float())
-        return found
+            found = model(input_ids=ids, attention_mask=mask, use_cache=False, **only).logits
+        columns = {place: n if keeps else place for n, place in enumerate(kept)}
+        return torch.cat([found[n, [columns[place] for place in part]].float() for n, part in enumerate(places)])
 
 
 class Diagnosis:
@@ -120,7 +130,7 @@ class Diagnosis:
     @cached_property
     def logits(self) -> Tensor:
         """The learner's logits of all rows' tokens, one below the other."""
-        return torch.cat(self.learner.logits(self.rows))
+        return self.learner.logits(self.rows)
 
     def pick(self, logits: Tensor, *, temperature: float | None = None) -> Tensor:
         """Return the log-probabilities of the tokens."""
@@ -149,11 +159,23 @@ class Diagnosis:
             is_same_model = fresh is not None and self.measure(self.pick(self.logits, temperature=1.0), fresh) <= (
                 max(self.bound, 0.02 * gap)
             )
-            found = [*try_settings(self), *try_prompts(self)]
-            if not self.learner.is_sharded:
-                found += [] if is_same_model else [*try_weights(self), *try_dtypes(self, gap)]
-                found += try_old_prefix(self)
+            found = list[Finding]()
+            for finding in self._try_all(gap, is_same_model=is_same_model):
+                found.append(finding)
+                if finding.rest <= min(self.bound, 0.01 * gap):
+                    break
             return self._choose(found, gap, fresh=fresh, is_same_model=is_same_model)
+
+    def _try_all(self, gap: float, *, is_same_model: bool) -> Iterator[Finding]:
+        """Yield what each hypothesis leaves, the cheap ones first."""
+        yield from try_settings(self)
+        if self.learner.is_sharded:
+            return
+        yield from try_prompts(self)
+        yield from try_old_prefix(self)
+        if not is_same_model:
+            yield from try_weights(self)
+            yield from try_dtypes(self, gap)
 
     def _read_facts(self) -> Cause | None:
         """Return what the sampler itself reports: other prompts."""
@@ -284,8 +306,6 @@ def find_least(function: Callable[[float], float], low: float, high: float) -> t
 
 def try_prompts(diagnosis: Diagnosis) -> Iterator[Finding]:
     """Try other ids of the prompts: a first token more or less, another template."""
-    if diagnosis.learner.is_sharded:
-        return
     options = [diagnosis.learner.other_prompts(row) for row in diagnosis.rows]
     for words in options[0] if options else ():
         if all(words in option and option[words] for option in options):
@@ -293,7 +313,7 @@ def try_prompts(diagnosis: Diagnosis) -> Iterator[Finding]:
                 Row(row.number, option[words], row.completion, row.sampled)
                 for row, option in zip(diagnosis.rows, options, strict=True)
             ]
-            rest = diagnosis.measure(diagnosis.pick(torch.cat(diagnosis.learner.logits(rows))))
+            rest = diagnosis.measure(diagnosis.pick(diagnosis.learner.logits(rows)))
             yield Finding("template", f"the sampler read another prompt: {words}", TEMPLATE_FIX, rest)
 
 
@@ -302,11 +322,11 @@ def try_weights(diagnosis: Diagnosis) -> Iterator[Finding]:
     learner = diagnosis.learner
     for words, head in _list_heads(learner):
         with suppress(torch.OutOfMemoryError), head_replaced(learner.model, head):
-            rest = diagnosis.measure(diagnosis.pick(torch.cat(learner.logits(diagnosis.rows))))
+            rest = diagnosis.measure(diagnosis.pick(learner.logits(diagnosis.rows)))
             yield Finding("old head", f"the sampler's head (lm_head) is {words}", WEIGHTS_FIX, rest)
     if old := learner.old_weights():
         with weights_replaced(learner.model, old):
-            rest = diagnosis.measure(diagnosis.pick(torch.cat(learner.logits(diagnosis.rows))))
+            rest = diagnosis.measure(diagnosis.pick(learner.logits(diagnosis.rows)))
         words = "all of the sampler's weights are those before the last update"
         yield Finding("old weights", words, WEIGHTS_FIX, rest)
     yield from _try_adapter(diagnosis)
@@ -385,7 +405,7 @@ def _try_adapter(diagnosis: Diagnosis) -> Iterator[Finding]:
 
     def predict(off: Sequence[Any], factor: float = 0.0) -> Tensor:
         with scaled(off, factor):
-            return diagnosis.pick(torch.cat(diagnosis.learner.logits(diagnosis.rows)))
+            return diagnosis.pick(diagnosis.learner.logits(diagnosis.rows))
 
     for factor in (0.0, 0.5, 2.0):
         words = f"its scale is {factor:g} times the run's" if factor else "the sampler has none of it loaded"
@@ -448,7 +468,7 @@ def try_dtypes(diagnosis: Diagnosis, gap: float) -> Iterator[Finding]:
                 vars(module).pop("forward", None)
             plain = replaced_attributes(learner, autocast=lambda: torch.autocast(diagnosis.device.type, enabled=False))
             with plain:
-                rest = diagnosis.measure(diagnosis.pick(torch.cat(learner.logits(diagnosis.rows, model=other))))
+                rest = diagnosis.measure(diagnosis.pick(learner.logits(diagnosis.rows, model=other)))
             words = f"another dtype: the sampler computes in {name}, the learner in {str(own).removeprefix('torch.')}"
             yield Finding("another dtype", words, "train and sample in one precision", rest)
 
@@ -488,7 +508,7 @@ def try_dropout(diagnosis: Diagnosis, gap: float) -> Cause | None:
             model.train(was_training)
 
     base = diagnosis.pick(diagnosis.logits)
-    passes = [torch.cat(learner.logits(diagnosis.rows, mode=training)) for _ in range(4)]
+    passes = [learner.logits(diagnosis.rows, mode=training) for _ in range(4)]
     noise = sum(float((diagnosis.pick(logits) - base)[diagnosis.known].abs().mean()) for logits in passes) / 4
     if not gap / 2 <= noise <= 2 * gap:
         return None
