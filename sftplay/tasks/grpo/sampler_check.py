@@ -15,7 +15,7 @@ from sftplay import log
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.grpo.sampler_faults import ROWS, TOKENS, Cause, Diagnosis, Learner, Row, SamplerFacts
+from sftplay.tasks.grpo.sampler_faults import DTYPE_FIX, ROWS, TOKENS, Cause, Diagnosis, Learner, Row, SamplerFacts
 from sftplay.tasks.grpo.sampler_weights import find_old_heads, find_old_weights, list_other_prompts
 from sftplay.train.preflight import has_sharded_weights
 from sftplay.train.upstream import last_logits_processor
@@ -230,7 +230,7 @@ class SamplerCheck:
         reading, self.reading = self.reading, None
         largest, self._largest = self._largest, None
         bound = None if reading is None else reading.bounds[reading.worst]
-        cause = self.cause.name if reading is not None and not reading.is_within and self.cause else None
+        cause = self.cause.name if reading is not None and self.cause is not None else None
         return {**means, "sampler_gap_max": largest, "sampler_gap_bound": bound, "sampler_cause": cause}
 
     def _add(self, name: str, values: Tensor) -> None:
@@ -246,14 +246,20 @@ class SamplerCheck:
             return
         reading = self._read(known, step=trainer.state.global_step, heartbeat=trainer.heartbeat)
         self.reading, self._largest = reading, max(reading.largest, self._largest or 0.0)
-        if reading.is_within or reading.worst_gap <= 2 * self._explained:
-            return
-        self._explained = reading.worst_gap if reading.worst_gap < float("inf") else 0.0
-        rows = choose_rows(known, DEPTHS[reading.worst])
-        with trainer.heartbeat.within("forward"):
-            self.cause = self._diagnose(trainer, reading, rows)
-        if log.is_main():
-            self._say(RunFolder(trainer.run_folder), reading, self.cause)
+        bound = reading.bounds[reading.worst]
+        if reading.is_within:
+            begin, self.cause = DEPTHS[reading.worst], None
+            own = find_bound(self.precision, self.precision, depth=begin)
+            if reading.worst_gap > own:  # it is of the size of the sampler's own, coarser precision
+                words = f"another dtype: the sampler computes in {self.facts.dtype}, the learner in {self.precision}"
+                self.cause, bound = Cause("another dtype", words, DTYPE_FIX), own
+        elif not reading.worst_gap <= 2 * self._explained:
+            self._explained = reading.worst_gap if reading.worst_gap < float("inf") else 0.0
+            rows = choose_rows(known, DEPTHS[reading.worst])
+            with trainer.heartbeat.within("forward"):
+                self.cause = self._diagnose(trainer, reading, rows)
+        if self.cause is not None and log.is_main():
+            self._say(RunFolder(trainer.run_folder), reading, self.cause, bound=bound)
 
     def _read(self, batches: Sequence[Mapping[str, Any]], *, step: int, heartbeat: Heartbeat) -> Reading:
         sums, counts, largest = [0.0] * len(DEPTHS), [0] * len(DEPTHS), 0.0
@@ -288,15 +294,22 @@ class SamplerCheck:
             )  # fmt: skip
             largest = {name: BOUNDS[name][-1] for name in ("bfloat16", "float16")}
             bound = reading.bounds[reading.worst]
-            found = Diagnosis(learner, [row for _, row in worst], bound=bound, dtype_bounds=largest).run()
+            try:
+                found = Diagnosis(learner, [row for _, row in worst], bound=bound, dtype_bounds=largest).run()
+            except torch.OutOfMemoryError:
+                fix = "lower train.batch_size to leave room for the search"
+                found = Cause("unknown", "unknown: the memory does not suffice to look for it", fix, 0.0)
         cause: Cause | None = gather_objects(found, trainer.heartbeat)[0]
         return cause or Cause("unknown", "unknown: no token's log-probability is a number", "see samples/", 0.0)
 
-    def _say(self, folder: RunFolder, reading: Reading, cause: Cause) -> None:
+    def _say(self, folder: RunFolder, reading: Reading, cause: Cause, *, bound: float) -> None:
         if any(event["event"] == DIFFERS and event.get("cause") == cause.name for event in folder.read_events()):
             return  # also before a resume
-        bound, place, last = reading.bounds[reading.worst], reading.worst, (*DEPTHS[1:], None)[reading.worst]
-        sides = " and ".join(dict.fromkeys((self.precision, self.facts.dtype or self.precision)))
+        place, last = reading.worst, (*DEPTHS[1:], None)[reading.worst]
+        is_own = bound < reading.bounds[place]
+        sides = self.precision if is_own else " and ".join(
+            dict.fromkeys((self.precision, self.facts.dtype or self.precision))
+        )  # fmt: skip
         where = f"tokens from {DEPTHS[place]} on" if last is None else f"tokens {DEPTHS[place]} to {last - 1}"
         what = (
             f"sampler and learner are not one model in step {reading.step + 1}: the log-probabilities of the answers' "

@@ -225,6 +225,7 @@ class Diagnosis:
 
 TEMPLATE_FIX = "hand the sampler the run's own token ids, and let it add none"
 CACHE_FIX = "empty the sampler's prefix cache after each update of its weights, or start it without one"
+DTYPE_FIX = "train and sample in one precision"
 UNKNOWN_FIX = "make parity holds the sampler's files against the run; grpo.generation=transformers samples without it"
 WEIGHTS_FIX = "let the sampler load the weights again, and see in its log whether all of them arrived"
 
@@ -470,7 +471,7 @@ def try_dtypes(diagnosis: Diagnosis, gap: float) -> Iterator[Finding]:
             with plain:
                 rest = diagnosis.measure(diagnosis.pick(learner.logits(diagnosis.rows, model=other)))
             words = f"another dtype: the sampler computes in {name}, the learner in {str(own).removeprefix('torch.')}"
-            yield Finding("another dtype", words, "train and sample in one precision", rest)
+            yield Finding("another dtype", words, DTYPE_FIX, rest)
 
 
 def try_old_prefix(diagnosis: Diagnosis) -> Iterator[Finding]:

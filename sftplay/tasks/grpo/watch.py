@@ -330,7 +330,7 @@ class SignalHealth(Observer, ExportableState):
             log.say(f"warning: {what}: only form is learned\n  fix: {WARM_UP_FIX}", "signal")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        names = ("entropy", "kl", "sampler_kl", "sampler_gap")
+        names = ("entropy", "kl", "sampler_kl")
         self._check({**{name: logs.get(name) for name in names}, "policy_clip_share": read_policy_clip_share(logs)})
 
     def _check(self, figures: Mapping[str, float | None]) -> None:

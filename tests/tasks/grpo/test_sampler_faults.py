@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ import torch
 from grpo_run import grpo_inputs, grpo_options
 from in_process import Finished, Inputs, train
 from lively import lively_model
-from transformers import TemperatureLogitsWarper, TopPLogitsWarper
-from transformers import TrainerCallback
+from transformers import TemperatureLogitsWarper, TopPLogitsWarper, TrainerCallback
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.tasks.grpo.sampler_check import SAMPLER_LOGPS, SamplerCheck
+from sftplay.tasks.grpo import task
+from sftplay.tasks.grpo.sampler_check import BOUNDS, DEPTHS, SAMPLER_LOGPS, Reading, SamplerCheck, find_bound
 from sftplay.tasks.grpo.sampler_faults import SamplerFacts
 
-TOKENS = 24
+TOKENS = 20
 
 
 @dataclass
@@ -72,16 +71,14 @@ def learned(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Learn
     inputs = grpo_inputs(base, home / "rows")
     lora = {"r": 4, "modules_to_save": ["lm_head"], "dropout": 0.2}
     changes = {"tuning__mode": "lora", "tuning__lora": lora, "train__max_steps": 3, "train__learning_rate": 0.03}
+    build = task.build_trainer
+
+    def build_and_watch(parts: Any) -> Any:
+        trainer = build(parts)
+        trainer.add_callback(KeepWeights())
+        return trainer
+
     with pytest.MonkeyPatch.context() as patch:
-        import sftplay.tasks.grpo.task as task
-
-        build = task.build_trainer
-
-        def build_and_watch(parts: Any) -> Any:
-            trainer = build(parts)
-            trainer.add_callback(KeepWeights())
-            return trainer
-
         patch.setattr(task, "build_trainer", build_and_watch)
         run = train(home, inputs, **grpo_options(inputs, **changes))
     return Learned(run, KeepWeights.weights)
@@ -110,12 +107,13 @@ def sample(
     return torch.tensor(tokens), torch.tensor(logps)
 
 
-def prompts_of(learned: Learned, count: int = 4) -> list[list[int]]:
+def prompts_of(learned: Learned, count: int = 3) -> list[list[int]]:
     return [learned.trainer.questions[n].ids for n in range(count)]
 
 
 def judge(
-    learned: Learned, tmp_path: Path, sampled: tuple[torch.Tensor, torch.Tensor], *, facts: SamplerFacts | None = None
+    learned: Learned, tmp_path: Path, sampled: tuple[torch.Tensor, torch.Tensor], *,
+    facts: SamplerFacts | None = None, precision: str = "float32",
 ) -> tuple[SamplerCheck, list[dict[str, Any]]]:
     """What the check says of a rollout batch, with the events of the run."""
     trainer, (tokens, logps) = learned.trainer, sampled
@@ -132,8 +130,8 @@ def judge(
         "prompt_ids": ids, "prompt_mask": mask, "completion_ids": tokens, "completion_mask": ones,
         SAMPLER_LOGPS: logps, "old_per_token_logps": before, "row": torch.arange(len(tokens)),
     }  # fmt: skip
-    check = SamplerCheck(1, facts=facts)
-    (tmp_path / "logs").mkdir(parents=True)
+    check = SamplerCheck(1, precision, facts=facts)
+    (tmp_path / "logs").mkdir(parents=True, exist_ok=True)
     shown, trainer.run_folder = trainer.run_folder, tmp_path
     state, weights = torch.get_rng_state(), {n: w.detach().clone() for n, w in trainer.model.state_dict().items()}
     try:
@@ -203,3 +201,89 @@ def test_a_sampler_without_a_fault_is_not_accused(learned: Learned, tmp_path: Pa
     assert (check.cause, events) == (None, [])
     assert check.reading is not None
     assert 0 < check.reading.gap < 5e-6
+
+
+def scores_of(model: Any) -> Callable[[list[int], list[int]], list[float]]:
+    """Asks a model for the log-probabilities of an answer, as a server is asked."""
+
+    @torch.no_grad()
+    def score(prompt: list[int], answer: list[int]) -> list[float]:
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+        return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+
+    return score
+
+
+def test_a_sampler_that_can_be_asked_names_a_cache_of_any_age_and_its_dropout(learned: Learned, tmp_path: Path):
+    ages_ago = learned.copied()
+    with torch.no_grad():
+        for name, weight in ages_ago.named_parameters():
+            if "lora_B" in name:
+                weight.mul_(-0.5)  # neither the last weights nor the first
+    sampled = sample(learned.copied(), prompts_of(learned), old=ages_ago)
+    check, _ = judge(learned, tmp_path / "blind", sampled)
+    assert check.cause is not None
+    assert check.cause.name != "stale prefix cache"
+    asked, _ = judge(learned, tmp_path / "asked", sampled, facts=SamplerFacts(score=scores_of(learned.copied())))
+    assert asked.cause is not None
+    assert asked.cause.name == "stale prefix cache"
+    noisy = training(learned.copied())
+    facts = SamplerFacts(score=scores_of(noisy))
+    check, _ = judge(learned, tmp_path / "noisy", sample(noisy, prompts_of(learned)), facts=facts)
+    assert check.cause is not None
+    assert (check.cause.name, "each time" in check.cause.words) == ("dropout", True)
+
+
+def test_the_ids_that_a_sampler_has_read_tell_a_template_that_nobody_would_guess(learned: Learned, tmp_path: Path):
+    handed = prompts_of(learned)
+    read = [[7, 8, 9, *prompt[2:]] for prompt in handed]
+    facts = SamplerFacts(seen_prompt=lambda ids: read[handed.index(ids)])
+    check, events = judge(learned, tmp_path, sample(learned.copied(), read), facts=facts)
+    assert check.cause is not None
+    assert check.cause.name == "template"
+    assert "from token 0 on [7, 8, 9" in events[0]["words"]
+
+
+def test_of_two_faults_the_larger_is_named_or_that_it_is_unknown_is_said(learned: Learned, tmp_path: Path):
+    hot = sample(half_loaded(learned, lambda n: ".layers.1." in n), prompts_of(learned), temperature=0.97)
+    check, _ = judge(learned, tmp_path / "adapter", hot)
+    assert check.cause is not None
+    assert check.cause.name in ("half-loaded adapter", "unknown")
+    assert "unknown" in check.cause.words
+    other = learned.copied()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(torch.randn_like(weight) * weight.std() / 4)
+    check, events = judge(learned, tmp_path / "noise", sample(other, prompts_of(learned)))
+    assert check.cause is not None
+    assert check.cause.name == "unknown"
+    assert "none of what was tried" in events[0]["words"]
+
+
+def test_the_bound_is_that_of_the_coarser_side_and_a_cause_is_said_once(learned: Learned, tmp_path: Path, capsys: Any):
+    tokens, logps = sample(learned.copied(), prompts_of(learned))
+    rounded = tokens, logps + 0.004 * torch.randn(logps.shape)
+    check, _ = judge(learned, tmp_path / "both", rounded, facts=SamplerFacts(dtype="bfloat16"), precision="bfloat16")
+    assert (check.reading and check.reading.is_within, check.cause) == (True, None)
+    assert "warning" not in capsys.readouterr().out
+    for _ in range(2):  # the second run is the first one resumed
+        facts = SamplerFacts(dtype="bfloat16")
+        check, events = judge(learned, tmp_path / "one", rounded, facts=facts, precision="float32")
+        assert (check.reading and check.reading.is_within, check.cause and check.cause.name) == (True, "another dtype")
+        assert len(events) == 1
+    assert capsys.readouterr().out.count("the sampler computes in bfloat16, the learner in float32") == 1
+
+
+def test_bounds_grow_with_depth_and_fewer_bits_and_a_far_token_is_judged_by_its_own():
+    at = [[find_bound(name, "float32", depth=depth) for depth in (0, 15, 16, 300)] for name in BOUNDS]
+    assert at[0] == [1e-5] * 4
+    assert all(one == sorted(one) for one in at)
+    assert [find_bound(one, "float16", depth=0) for one in ("float32", "bfloat16", "?")] == [3e-3, 2e-2, 2e-2]
+    bounds = tuple(find_bound("float16", "float16", depth=begin) for begin in DEPTHS)
+    near = Reading(0, (4.1e-3 * 100, 0.0, 0.0, 0.0), (100, 0, 0, 0), 0.1, bounds)
+    far = Reading(0, (0.0, 0.0, 0.0, 4.1e-3 * 100), (0, 0, 0, 100), 0.1, bounds)
+    assert (near.is_within, far.is_within) == (False, True)
+    few = Reading(0, (0.1, 1e-4 * 100, 0.0, 0.0), (5, 100, 0, 0), 0.1, bounds)  # five tokens make no mean
+    assert few.is_within
+    assert not Reading(0, (float("nan"), 0.0, 0.0, 0.0), (100, 0, 0, 0), 0.1, bounds).is_within
