@@ -61,8 +61,9 @@ def _check(cfg: RunConfig, folder: RunFolder, request: Request) -> dict[str, Any
 
     if folder.result is not None:
         return check_parity(cfg, folder, _load_renderer(cfg, folder), request)
+    from sftplay.launch.checkpoints import read_step
     from sftplay.parity.results import keep_result
-    from sftplay.parity.running import checkpoint_as_run, describe_step, read_step
+    from sftplay.parity.running import checkpoint_as_run, describe_step
 
     with checkpoint_as_run(cfg, folder) as (view, checkpoint):
         log.say(describe_step(checkpoint), "parity")

@@ -49,7 +49,10 @@ def _find_sampler(run: RunFiles) -> Iterator[Remark]:
         words, fix = (text if isinstance(text := event.get(key), str) else "" for key in ("words", "fix"))
         if event.get("event") == "sampler_differs" and words and gap is not None and bound is not None:
             found = f"By {gap:.2g} where {bound:.2g} is allowed, in step {step or 0:,.0f}: {words}."
-            yield "warn", f"The sampler's log-probabilities are not those of the model that learns. {found} Remedy: {fix}."
+            yield (
+                "warn",
+                f"The sampler's log-probabilities are not those of the model that learns. {found} Remedy: {fix}.",
+            )
 
 
 def headlines(run: RunFiles) -> list[Headline]:

@@ -113,32 +113,28 @@ def record_logprobs(model: Any) -> Iterator[list[list[float]]]:
     """Inside, add a list of log-probabilities for each row that `model.generate` or `generate_batch` samples."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     rows: list[list[float]] = []
-    records: list[TokenRecord] = []
-    generate = model.generate
+    generate, generate_batch = model.generate, getattr(model, "generate_batch", None)
 
     def generate_and_record(*given: Any, **named: Any) -> Any:
-        records.append(TokenRecord())
-        sampled = generate(*given, **named)  # where memory runs out, it is called again for fewer rows
-        rows.extend(records[-1].finish(sampled[:, named["input_ids"].size(1) :]))
+        record = TokenRecord()
+        with last_logits_processor(base, lambda: record):
+            sampled = generate(*given, **named)  # where memory runs out, it is called again for fewer rows
+        rows.extend(record.finish(sampled[:, named["input_ids"].size(1) :]))
         return sampled
 
-    def generate_batch(*given: Any, continuous_batching_config: Any, **named: Any) -> Any:
+    def generate_batch_and_record(*given: Any, continuous_batching_config: Any, **named: Any) -> Any:
+        assert generate_batch is not None
         config = copy.copy(continuous_batching_config)
         config.return_logprobs = True
-        outputs = base_batch(*given, continuous_batching_config=config, **named)
+        outputs = generate_batch(*given, continuous_batching_config=config, **named)
         rows.extend(list(output.logprobs) for output in outputs.values())
         return outputs
 
-    base_batch = getattr(model, "generate_batch", None)
-    model.generate = generate_and_record
-    if base_batch is not None:
-        model.generate_batch = generate_batch
+    model.generate, model.generate_batch = generate_and_record, generate_batch_and_record
     try:
-        with last_logits_processor(base, lambda: records[-1]):
-            yield rows
+        yield rows
     finally:
-        del model.generate
-        vars(model).pop("generate_batch", None)
+        del model.generate, model.generate_batch
 
 
 @dataclass(frozen=True)

@@ -184,8 +184,10 @@ class Diagnosis:
             if seen is not None and list(seen) != row.prompt:
                 place = next((n for n, (a, b) in enumerate(zip(seen, row.prompt)) if a != b), None)
                 at = min(len(seen), len(row.prompt)) if place is None else place
-                words = f"the sampler read another prompt (row {row.number}): from token {at} on {list(seen[at:at + 4])}"
-                return Cause("template", f"{words} instead of {row.prompt[at:at + 4]}", TEMPLATE_FIX)
+                words = (
+                    f"the sampler read another prompt (row {row.number}): from token {at} on {list(seen[at : at + 4])}"
+                )
+                return Cause("template", f"{words} instead of {row.prompt[at : at + 4]}", TEMPLATE_FIX)
         return None
 
     def _ask_again(self) -> Tensor | None:
@@ -205,7 +207,9 @@ class Diagnosis:
             return noise
         if is_same_model and share < EXPLAINED:
             words = "the sampler scores the same tokens as the learner once its prefix cache is passed by"
-            return Cause("stale prefix cache", f"{words}: it sampled from keys and values of earlier weights", CACHE_FIX)
+            return Cause(
+                "stale prefix cache", f"{words}: it sampled from keys and values of earlier weights", CACHE_FIX
+            )
         if not self.learner.is_sharded and fresh is None and (cause := try_dropout(self, gap)):
             return cause
         if best is not None and share >= (EXPLAINED if best.name != "another dtype" else DTYPE_EXPLAINED):
@@ -339,7 +343,7 @@ def _list_heads(learner: Learner) -> Iterator[tuple[str, Tensor]]:
         return
     names = {id(weight): name for name, weight in learner.model.named_parameters()}
     old = learner.old_weights()
-    name = names.get(id(_head_weight(learner.model)))
+    name = names.get(id(_head_weight(learner.model)), "")
     if name in old:
         yield "the one before the last update", old[name]
     yield from learner.old_heads()
@@ -383,7 +387,11 @@ def weights_replaced(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None
 
 def find_adapted(model: Any) -> dict[str, Any]:
     """Return the layers with a low-rank pair, by name."""
-    return {name: layer for name, layer in model.named_modules() if getattr(layer, "scaling", None) and hasattr(layer, "lora_A")}
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if getattr(layer, "scaling", None) and hasattr(layer, "lora_A")
+    }
 
 
 @contextmanager
@@ -410,7 +418,9 @@ def _try_adapter(diagnosis: Diagnosis) -> Iterator[Finding]:
 
     for factor in (0.0, 0.5, 2.0):
         words = f"its scale is {factor:g} times the run's" if factor else "the sampler has none of it loaded"
-        yield Finding("adapter", f"the adapter: {words}", WEIGHTS_FIX, diagnosis.measure(predict(list(layers.values()), factor)))
+        yield Finding(
+            "adapter", f"the adapter: {words}", WEIGHTS_FIX, diagnosis.measure(predict(list(layers.values()), factor))
+        )
     units: dict[str, list[Any]] = {}
     for name, layer in layers.items():  # single layers, or blocks of the model where there are too many
         parts = name.split(".")
@@ -426,8 +436,8 @@ def _try_adapter(diagnosis: Diagnosis) -> Iterator[Finding]:
 
 
 def _find_off(diagnosis: Diagnosis, units: list[list[Any]], predict: Callable[..., Tensor]) -> list[bool]:
-    """Return which parts of an adapter the sampler lacks: effects of single parts are fitted, then parts are turned over
-    one by one while that helps.
+    """Return which parts of an adapter the sampler lacks. Effects of single parts are fitted; then parts are turned
+    over one by one while that helps.
     """
     base = diagnosis.pick(diagnosis.logits)
     effects = torch.stack([predict(unit) - base for unit in units], dim=1)[diagnosis.known].double()

@@ -50,7 +50,7 @@ def test_a_model_that_samples_itself_is_within_the_bound_whatever_dropout_learni
     generation: str, prompts: Inputs, tmp_path: Path, capsys: Any
 ):
     changes = {"grpo__generation": generation, "tuning__lora__dropout": 0.3, "grpo__logprob_check_steps": 1}
-    run = run_with(tmp_path, prompts, **changes)
+    run = run_with(tmp_path, prompts, train__learning_rate=0.05, **changes)
     assert "warning: sampler" not in capsys.readouterr().out
     for line in run.metrics:
         assert 0 < line["sampler_gap"] <= line["sampler_gap_max"] < 1e-5 == line["sampler_gap_bound"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from grpo_run import grpo_inputs, grpo_options
-from in_process import Finished, Inputs, train
+from in_process import Finished, train
 from lively import lively_model
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper, TrainerCallback
 
@@ -56,11 +56,12 @@ class Learned:
 class KeepWeights(TrainerCallback):
     """Keeps the trained weights of the beginning of the last step."""
 
-    weights: dict[str, torch.Tensor] = {}
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if state.global_step == state.max_steps - 1:
-            type(self).weights = {n: w.detach().clone() for n, w in model.named_parameters() if w.requires_grad}
+            self.weights = {n: w.detach().clone() for n, w in model.named_parameters() if w.requires_grad}
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +72,17 @@ def learned(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Learn
     inputs = grpo_inputs(base, home / "rows")
     lora = {"r": 4, "modules_to_save": ["lm_head"], "dropout": 0.2}
     changes = {"tuning__mode": "lora", "tuning__lora": lora, "train__max_steps": 3, "train__learning_rate": 0.03}
-    build = task.build_trainer
+    build, keep = task.build_trainer, KeepWeights()
 
     def build_and_watch(parts: Any) -> Any:
         trainer = build(parts)
-        trainer.add_callback(KeepWeights())
+        trainer.add_callback(keep)
         return trainer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task, "build_trainer", build_and_watch)
         run = train(home, inputs, **grpo_options(inputs, **changes))
-    return Learned(run, KeepWeights.weights)
+    return Learned(run, keep.weights)
 
 
 @torch.no_grad()
@@ -112,8 +113,12 @@ def prompts_of(learned: Learned, count: int = 3) -> list[list[int]]:
 
 
 def judge(
-    learned: Learned, tmp_path: Path, sampled: tuple[torch.Tensor, torch.Tensor], *,
-    facts: SamplerFacts | None = None, precision: str = "float32",
+    learned: Learned,
+    tmp_path: Path,
+    sampled: tuple[torch.Tensor, torch.Tensor],
+    *,
+    facts: SamplerFacts | None = None,
+    precision: str = "float32",
 ) -> tuple[SamplerCheck, list[dict[str, Any]]]:
     """What the check says of a rollout batch, with the events of the run."""
     trainer, (tokens, logps) = learned.trainer, sampled
