@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,17 @@ from sftplay import log
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.grpo.sampler_faults import DTYPE_FIX, ROWS, TOKENS, Cause, Diagnosis, Learner, Row, SamplerFacts
-from sftplay.tasks.grpo.sampler_weights import find_old_heads, find_old_weights, list_other_prompts
+from sftplay.tasks.grpo.sampler_faults import (
+    DTYPE_FIX,
+    ROWS,
+    TOKENS,
+    Diagnosis,
+    Explanation,
+    Learner,
+    Row,
+    SamplerFacts,
+)
+from sftplay.tasks.grpo.sampler_weights import find_old_heads, find_old_weights, list_other_prompts, read_server_facts
 from sftplay.train.preflight import has_sharded_weights
 from sftplay.train.upstream import last_logits_processor
 
@@ -58,7 +67,7 @@ DIFFERS = "sampler_differs"
 """The event of a run whose sampler is not the model that learns."""
 
 FEWEST = 16
-"""Tokens of which a mean is judged; a stretch with fewer counts for the one before it."""
+"""Fewest tokens whose mean is judged; a stretch with fewer is not, unless no stretch has more."""
 
 
 def find_bound(one: str, other: str, *, depth: int) -> float:
@@ -80,6 +89,20 @@ def find_precision(trainer: Any, *, is_sampling: bool = False) -> str:
         return "float16" if kinds == {torch.float16} else "bfloat16"
     is_tf32 = trainer.accelerator.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if is_tf32 else "float32"
+
+
+def find_facts(trainer: Any) -> SamplerFacts:
+    """Return what is known of a GRPOTrainer's sampler. All ranks get the same, but for how a server is asked."""
+    if not trainer.use_vllm:
+        return SamplerFacts(dtype=find_precision(trainer, is_sampling=True))
+    generation, facts = trainer.vllm_generation, SamplerFacts("vLLM")
+    if trainer.vllm_mode == "server":
+        if trainer.accelerator.is_main_process:
+            facts = read_server_facts(generation.vllm_client)
+    else:
+        facts = SamplerFacts("vLLM", str(generation.llm.llm_engine.model_config.dtype).removeprefix("torch."))
+    dtype = gather_objects(facts.dtype)[0]
+    return replace(facts, dtype=dtype if dtype in BOUNDS else None)
 
 
 class TokenRecord:
@@ -186,7 +209,7 @@ class SamplerCheck:
         """Log-probabilities of the current micro-batch's tokens by the trained model."""
 
         self.reading: Reading | None = None
-        self.cause: Cause | None = None
+        self.cause: Explanation | None = None
         self._explained = 0.0  # the largest difference whose cause was looked for
         self._largest: float | None = None
         self._sums = {"sampler_gap": (0.0, 0), "sampler_kl": (0.0, 0)}
@@ -237,7 +260,7 @@ class SamplerCheck:
         """Judge a rollout batch before it is learned from; every rank calls it. Above the bound, say the cause at once:
         once for each, and again where the difference has doubled.
         """
-        known = [batch for batch in micro_batches if _gaps_of(batch) is not None] if self.every_steps else []
+        known = [batch for batch in micro_batches if read_gaps(batch) is not None] if self.every_steps else []
         if not known:
             return
         reading = self._read(known, step=trainer.state.global_step, heartbeat=trainer.heartbeat)
@@ -245,10 +268,10 @@ class SamplerCheck:
         bound = reading.bounds[reading.worst]
         if reading.is_within:
             begin, self.cause = DEPTHS[reading.worst], None
-            own = find_bound(self.precision, self.precision, depth=begin)
-            if reading.worst_gap > own:  # it is of the size of the sampler's own, coarser precision
+            fine = find_bound(self.precision, self.precision, depth=begin)
+            if reading.worst_gap > fine:  # it is of the size of the sampler's own, coarser precision
                 words = f"another dtype: the sampler computes in {self.facts.dtype}, the learner in {self.precision}"
-                self.cause, bound = Cause("another dtype", words, DTYPE_FIX), own
+                self.cause, bound = Explanation("another dtype", words, DTYPE_FIX), fine
         elif not reading.worst_gap <= 2 * self._explained:
             self._explained = reading.worst_gap if reading.worst_gap < float("inf") else 0.0
             rows = choose_rows(known, DEPTHS[reading.worst])
@@ -260,7 +283,7 @@ class SamplerCheck:
     def _read(self, batches: Sequence[Mapping[str, Any]], *, step: int, heartbeat: Heartbeat) -> Reading:
         sums, counts, largest = [0.0] * len(DEPTHS), [0] * len(DEPTHS), 0.0
         for batch in batches:
-            gaps = _gaps_of(batch)
+            gaps = read_gaps(batch)
             assert gaps is not None
             for n, begin in enumerate(DEPTHS):
                 part = gaps[:, begin : (*DEPTHS[1:], None)[n]]
@@ -276,7 +299,7 @@ class SamplerCheck:
             tuple(find_bound(self.precision, sampler, depth=begin) for begin in DEPTHS),
         )  # fmt: skip
 
-    def _diagnose(self, trainer: Any, reading: Reading, rows: list[tuple[float, Row]]) -> Cause:
+    def _diagnose(self, trainer: Any, reading: Reading, rows: list[tuple[float, Row]]) -> Explanation:
         """Return the cause; the main rank looks for it, or all of them where the weights lie on several."""
         ranks = gather_objects(rows, trainer.heartbeat)
         worst = sorted((pair for rank in ranks for pair in rank), key=lambda pair: -pair[0])[:ROWS]
@@ -294,11 +317,11 @@ class SamplerCheck:
                 found = Diagnosis(learner, [row for _, row in worst], bound=bound, dtype_bounds=largest).run()
             except torch.OutOfMemoryError:
                 fix = "lower train.batch_size to leave room for the search"
-                found = Cause("unknown", "unknown: the memory does not suffice to look for it", fix, 0.0)
-        cause: Cause | None = gather_objects(found, trainer.heartbeat)[0]
-        return cause or Cause("unknown", "unknown: no token's log-probability is a number", "see samples/", 0.0)
+                found = Explanation("unknown", "unknown: the memory does not suffice to look for it", fix, 0.0)
+        cause: Explanation | None = gather_objects(found, trainer.heartbeat)[0]
+        return cause or Explanation("unknown", "unknown: no token's log-probability is a number", "see samples/", 0.0)
 
-    def _say(self, folder: RunFolder, reading: Reading, cause: Cause, *, bound: float) -> None:
+    def _say(self, folder: RunFolder, reading: Reading, cause: Explanation, *, bound: float) -> None:
         if any(event["event"] == DIFFERS and event.get("cause") == cause.name for event in folder.read_events()):
             return  # also before a resume
         place, last = reading.worst, (*DEPTHS[1:], None)[reading.worst]
@@ -318,7 +341,7 @@ class SamplerCheck:
         )  # fmt: skip
 
 
-def _gaps_of(batch: Mapping[str, Any]) -> Tensor | None:
+def read_gaps(batch: Mapping[str, Any]) -> Tensor | None:
     """Return the differences of a micro-batch's tokens, NaN where there is none; None where nothing is known."""
     sampled = batch.get(SAMPLER_LOGPS)
     before = batch.get("old_per_token_logps", batch.get(MODEL_LOGPS))
@@ -333,7 +356,7 @@ def choose_rows(batches: Sequence[Mapping[str, Any]], depth: int) -> list[tuple[
     """Return the rows that differ most from the token `depth` of their answers on, with their difference there."""
     found = []
     for batch in batches:
-        gaps = _gaps_of(batch)
+        gaps = read_gaps(batch)
         assert gaps is not None
         part = gaps[:, depth : depth + TOKENS]
         for n in range(len(part)):

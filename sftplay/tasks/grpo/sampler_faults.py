@@ -42,11 +42,11 @@ class Row:
     prompt: list[int]
     completion: list[int]
     sampled: list[float]
-    """NaN for a token of which the sampler said nothing."""
+    """NaN for a token that the sampler said nothing about."""
 
 
 @dataclass(frozen=True)
-class Cause:
+class Explanation:
     """What differs, in words that finish 'the cause: ', and one action."""
 
     name: str
@@ -144,12 +144,12 @@ class Diagnosis:
         gap = float((predicted - said)[known].abs().double().mean())
         return gap if gap == gap else float("inf")
 
-    def run(self) -> Cause:
+    def run(self) -> Explanation:
         """Return the cause, or one named `unknown`."""
         with random_numbers_kept():
             gap = self.measure(self.pick(self.logits))
             if gap <= self.bound:
-                return Cause(
+                return Explanation(
                     "the learner's own pass", "the learner's log-probabilities of this step are not those of its own "
                     "weights without dropout; the sampler's are", "report it: this is a defect of the kit",
                 )  # fmt: skip
@@ -159,14 +159,14 @@ class Diagnosis:
             is_same_model = fresh is not None and self.measure(self.pick(self.logits, temperature=1.0), fresh) <= (
                 max(self.bound, 0.02 * gap)
             )
-            found = list[Finding]()
+            found = list[Hypothesis]()
             for finding in self._try_all(gap, is_same_model=is_same_model):
                 found.append(finding)
                 if finding.rest <= min(self.bound, 0.01 * gap):
                     break
             return self._choose(found, gap, fresh=fresh, is_same_model=is_same_model)
 
-    def _try_all(self, gap: float, *, is_same_model: bool) -> Iterator[Finding]:
+    def _try_all(self, gap: float, *, is_same_model: bool) -> Iterator[Hypothesis]:
         """Yield what each hypothesis leaves, the cheap ones first."""
         yield from try_settings(self)
         if self.learner.is_sharded:
@@ -177,7 +177,7 @@ class Diagnosis:
             yield from try_weights(self)
             yield from try_dtypes(self, gap)
 
-    def _read_facts(self) -> Cause | None:
+    def _read_facts(self) -> Explanation | None:
         """Return what the sampler itself reports: other prompts."""
         for row in self.rows:
             seen = self.learner.facts.seen_prompt(row.prompt) if self.learner.facts.seen_prompt else None
@@ -187,7 +187,7 @@ class Diagnosis:
                 words = (
                     f"the sampler read another prompt (row {row.number}): from token {at} on {list(seen[at : at + 4])}"
                 )
-                return Cause("template", f"{words} instead of {row.prompt[at : at + 4]}", TEMPLATE_FIX)
+                return Explanation("template", f"{words} instead of {row.prompt[at : at + 4]}", TEMPLATE_FIX)
         return None
 
     def _ask_again(self) -> Tensor | None:
@@ -198,7 +198,7 @@ class Diagnosis:
         said = [score(row.prompt, row.completion)[-len(row.sampled) :] for row in self.rows]
         return torch.tensor([value for row in said for value in row], device=self.device)
 
-    def _choose(self, found: list[Finding], gap: float, *, fresh: Tensor | None, is_same_model: bool) -> Cause:
+    def _choose(self, found: list[Hypothesis], gap: float, *, fresh: Tensor | None, is_same_model: bool) -> Explanation:
         best = min(found, key=lambda one: one.rest, default=None)
         share = 0.0 if best is None else 1 - best.rest / gap
         if best is not None and (best.rest <= 2 * self.bound or share >= max(EXPLAINED, 0.9 if is_same_model else 0)):
@@ -207,7 +207,7 @@ class Diagnosis:
             return noise
         if is_same_model and share < EXPLAINED:
             words = "the sampler scores the same tokens as the learner once its prefix cache is passed by"
-            return Cause(
+            return Explanation(
                 "stale prefix cache", f"{words}: it sampled from keys and values of earlier weights", CACHE_FIX
             )
         if not self.learner.is_sharded and fresh is None and (cause := try_dropout(self, gap)):
@@ -216,15 +216,15 @@ class Diagnosis:
             return best.as_cause(share, is_whole=best.name == "another dtype")
         tried = "settings, prompts" if self.learner.is_sharded else "settings, prompts, weights, precision, dropout"
         near = f"; nearest: {best.words} ({share:.0%} of it)" if best is not None and share > 0.1 else ""
-        return Cause("unknown", f"unknown: none of what was tried ({tried}) explains it{near}", UNKNOWN_FIX, 0.0)
+        return Explanation("unknown", f"unknown: none of what was tried ({tried}) explains it{near}", UNKNOWN_FIX, 0.0)
 
-    def _find_noise(self, fresh: Tensor) -> Cause | None:
+    def _find_noise(self, fresh: Tensor) -> Explanation | None:
         again = self._ask_again()
         assert again is not None
         if float((again - fresh)[~torch.isnan(fresh)].abs().mean()) <= self.bound:
             return None
         words = "dropout: the sampler gives another log-probability each time it is asked for the same tokens"
-        return Cause("dropout", words, "put the sampler in evaluation mode")
+        return Explanation("dropout", words, "put the sampler in evaluation mode")
 
 
 TEMPLATE_FIX = "hand the sampler the run's own token ids, and let it add none"
@@ -235,7 +235,7 @@ WEIGHTS_FIX = "let the sampler load the weights again, and see in its log whethe
 
 
 @dataclass(frozen=True)
-class Finding:
+class Hypothesis:
     """A hypothesis and the difference that it leaves."""
 
     name: str
@@ -243,19 +243,21 @@ class Finding:
     fix: str
     rest: float
 
-    def as_cause(self, share: float, *, is_whole: bool) -> Cause:
+    def as_cause(self, share: float, *, is_whole: bool) -> Explanation:
         more = "" if is_whole else f"; it explains {share:.0%} of it, and something else differs too (unknown)"
-        return Cause(self.name, self.words + more, self.fix, share)
+        return Explanation(self.name, self.words + more, self.fix, share)
 
 
-def try_settings(diagnosis: Diagnosis) -> Iterator[Finding]:
+def try_settings(diagnosis: Diagnosis) -> Iterator[Hypothesis]:
     """Try temperature, top_p, top_k, min_p and repetition_penalty, each fitted to what the sampler said."""
-    own, logits = diagnosis.learner.temperature, diagnosis.logits
-    rest, value = find_least(lambda t: diagnosis.measure(diagnosis.pick(logits, temperature=t)), 0.05 * own, 20 * own)
-    words = f"temperature: the sampler's is {value:.3g}, and the run learns with {own:.3g}"
-    yield Finding("temperature", words, f"let the sampler use grpo.temperature={own:g}", rest)
+    usual, logits = diagnosis.learner.temperature, diagnosis.logits
+    rest, value = find_least(
+        lambda t: diagnosis.measure(diagnosis.pick(logits, temperature=t)), 0.05 * usual, 20 * usual
+    )
+    words = f"temperature: the sampler's is {value:.3g}, and the run learns with {usual:.3g}"
+    yield Hypothesis("temperature", words, f"let the sampler use grpo.temperature={usual:g}", rest)
 
-    scores = (logits / own).log_softmax(-1)
+    scores = (logits / usual).log_softmax(-1)
     base = diagnosis.pick(logits)
     ordered = scores.sort(-1, descending=True).values.exp()
     mass = ordered.cumsum(-1)
@@ -267,15 +269,15 @@ def try_settings(diagnosis: Diagnosis) -> Iterator[Finding]:
         low = float((mass.gather(1, count) - ordered.gather(1, count))[diagnosis.known].max())
         nice = next((n for n in (round(low + 10.0**-d, d) for d in (1, 2, 3)) if low < n <= bound + 2e-5), bound)
         words = f"top_p: the sampler left out all but the likeliest {nice:.3g} of each distribution"
-        yield Finding("top_p", words, "set grpo.top_p=1", left)
+        yield Hypothesis("top_p", words, "set grpo.top_p=1", left)
     counts = [diagnosis.measure(base - mass[:, k].log()) for k in range(min(mass.size(1) - 1, 200))]
     if counts:
         best = min(range(len(counts)), key=counts.__getitem__)
-        yield Finding("top_k", f"top_k: the sampler chose among {best + 1} tokens", "set grpo.top_k=0", counts[best])
+        yield Hypothesis("top_k", f"top_k: the sampler chose among {best + 1} tokens", "set grpo.top_k=0", counts[best])
     for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5):
         likely = torch.where(ordered >= share * ordered[:, :1], ordered, 0.0).sum(-1)
         words = f"min_p: the sampler left out tokens below {share:g} of the likeliest"
-        yield Finding("min_p", words, "set grpo.min_p=null", diagnosis.measure(base - likely.log()))
+        yield Hypothesis("min_p", words, "set grpo.min_p=null", diagnosis.measure(base - likely.log()))
     seen = torch.cat([_find_seen(row, logits) for row in diagnosis.rows])
 
     def penalised(penalty: float) -> float:
@@ -284,7 +286,7 @@ def try_settings(diagnosis: Diagnosis) -> Iterator[Finding]:
 
     rest, value = find_least(penalised, 0.5, 2.0)
     words = f"repetition_penalty: the sampler's is {value:.3g}"
-    yield Finding("repetition_penalty", words, "set grpo.repetition_penalty=1", rest)
+    yield Hypothesis("repetition_penalty", words, "set grpo.repetition_penalty=1", rest)
 
 
 def _find_seen(row: Row, like: Tensor) -> Tensor:
@@ -309,7 +311,7 @@ def find_least(function: Callable[[float], float], low: float, high: float) -> t
     return min((function((a + b) / 2), (a + b) / 2), (values[best], places[best]))
 
 
-def try_prompts(diagnosis: Diagnosis) -> Iterator[Finding]:
+def try_prompts(diagnosis: Diagnosis) -> Iterator[Hypothesis]:
     """Try other ids of the prompts: a first token more or less, another template."""
     options = [diagnosis.learner.other_prompts(row) for row in diagnosis.rows]
     for words in options[0] if options else ():
@@ -319,21 +321,21 @@ def try_prompts(diagnosis: Diagnosis) -> Iterator[Finding]:
                 for row, option in zip(diagnosis.rows, options, strict=True)
             ]
             rest = diagnosis.measure(diagnosis.pick(diagnosis.learner.logits(rows)))
-            yield Finding("template", f"the sampler read another prompt: {words}", TEMPLATE_FIX, rest)
+            yield Hypothesis("template", f"the sampler read another prompt: {words}", TEMPLATE_FIX, rest)
 
 
-def try_weights(diagnosis: Diagnosis) -> Iterator[Finding]:
+def try_weights(diagnosis: Diagnosis) -> Iterator[Hypothesis]:
     """Try heads and weights of before, and the adapter off, half loaded, or with another scale."""
     learner = diagnosis.learner
     for words, head in _list_heads(learner):
         with suppress(torch.OutOfMemoryError), head_replaced(learner.model, head):
             rest = diagnosis.measure(diagnosis.pick(learner.logits(diagnosis.rows)))
-            yield Finding("old head", f"the sampler's head (lm_head) is {words}", WEIGHTS_FIX, rest)
+            yield Hypothesis("old head", f"the sampler's head (lm_head) is {words}", WEIGHTS_FIX, rest)
     if old := learner.old_weights():
         with weights_replaced(learner.model, old):
             rest = diagnosis.measure(diagnosis.pick(learner.logits(diagnosis.rows)))
         words = "all of the sampler's weights are those before the last update"
-        yield Finding("old weights", words, WEIGHTS_FIX, rest)
+        yield Hypothesis("old weights", words, WEIGHTS_FIX, rest)
     yield from _try_adapter(diagnosis)
 
 
@@ -374,14 +376,14 @@ def head_replaced(model: Any, weight: Tensor) -> Iterator[None]:
 @contextmanager
 def weights_replaced(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, parameters hold other values; afterwards they hold their own storage again, bit for bit."""
-    own = {name: value for name, value in model.named_parameters() if name in weights}
-    kept = {name: value.data for name, value in own.items()}
+    parameters = {name: value for name, value in model.named_parameters() if name in weights}
+    kept = {name: value.data for name, value in parameters.items()}
     try:
-        for name, value in own.items():
+        for name, value in parameters.items():
             value.data = weights[name].to(value.device, value.dtype)
         yield
     finally:
-        for name, value in own.items():
+        for name, value in parameters.items():
             value.data = kept[name]
 
 
@@ -407,7 +409,7 @@ def scaled(layers: Sequence[Any], factor: float) -> Iterator[None]:
             layer.scaling.update(values)
 
 
-def _try_adapter(diagnosis: Diagnosis) -> Iterator[Finding]:
+def _try_adapter(diagnosis: Diagnosis) -> Iterator[Hypothesis]:
     layers = find_adapted(diagnosis.learner.model)
     if not layers:
         return
@@ -418,7 +420,7 @@ def _try_adapter(diagnosis: Diagnosis) -> Iterator[Finding]:
 
     for factor in (0.0, 0.5, 2.0):
         words = f"its scale is {factor:g} times the run's" if factor else "the sampler has none of it loaded"
-        yield Finding(
+        yield Hypothesis(
             "adapter", f"the adapter: {words}", WEIGHTS_FIX, diagnosis.measure(predict(list(layers.values()), factor))
         )
     units: dict[str, list[Any]] = {}
@@ -432,7 +434,7 @@ def _try_adapter(diagnosis: Diagnosis) -> Iterator[Finding]:
         rest = diagnosis.measure(predict([layer for name in missing for layer in units[name]]))
         short = missing[0].removeprefix("base_model.model.")
         words = f"the adapter is half loaded: {len(missing)} of its {len(units)} parts are missing, {short} for one"
-        yield Finding("half-loaded adapter", words, WEIGHTS_FIX, rest)
+        yield Hypothesis("half-loaded adapter", words, WEIGHTS_FIX, rest)
 
 
 def _find_off(diagnosis: Diagnosis, units: list[list[Any]], predict: Callable[..., Tensor]) -> list[bool]:
@@ -463,15 +465,15 @@ def _find_off(diagnosis: Diagnosis, units: list[list[Any]], predict: Callable[..
     return off
 
 
-def try_dtypes(diagnosis: Diagnosis, gap: float) -> Iterator[Finding]:
+def try_dtypes(diagnosis: Diagnosis, gap: float) -> Iterator[Hypothesis]:
     """Try a copy of the model in each 16-bit precision."""
     learner = diagnosis.learner
     if any(hasattr(weight, "quant_state") for weight in learner.model.parameters()):
         return
-    own = next((weight.dtype for weight in learner.model.parameters() if weight.is_floating_point()), torch.float32)
+    native = next((weight.dtype for weight in learner.model.parameters() if weight.is_floating_point()), torch.float32)
     for name, largest in diagnosis.dtype_bounds.items():
         dtype = getattr(torch, name)
-        if dtype == own or gap > largest:
+        if dtype == native or gap > largest:
             continue
         with suppress(torch.OutOfMemoryError):
             other = copy.deepcopy(learner.model).to(dtype)
@@ -480,11 +482,13 @@ def try_dtypes(diagnosis: Diagnosis, gap: float) -> Iterator[Finding]:
             plain = replaced_attributes(learner, autocast=lambda: torch.autocast(diagnosis.device.type, enabled=False))
             with plain:
                 rest = diagnosis.measure(diagnosis.pick(learner.logits(diagnosis.rows, model=other)))
-            words = f"another dtype: the sampler computes in {name}, the learner in {str(own).removeprefix('torch.')}"
-            yield Finding("another dtype", words, DTYPE_FIX, rest)
+            words = (
+                f"another dtype: the sampler computes in {name}, the learner in {str(native).removeprefix('torch.')}"
+            )
+            yield Hypothesis("another dtype", words, DTYPE_FIX, rest)
 
 
-def try_old_prefix(diagnosis: Diagnosis) -> Iterator[Finding]:
+def try_old_prefix(diagnosis: Diagnosis) -> Iterator[Hypothesis]:
     """Try keys and values of the prompt by the weights before the last update, and all else by the present ones."""
     learner = diagnosis.learner
     if not (old := learner.old_weights()):
@@ -502,10 +506,10 @@ def try_old_prefix(diagnosis: Diagnosis) -> Iterator[Finding]:
             predicted.append(logits[-len(row.sampled) - 1 : -1])
     words = "stale prefix cache: the sampler kept the prompt's keys and values of the weights before the last update"
     rest = diagnosis.measure(diagnosis.pick(torch.cat(predicted)))
-    yield Finding("stale prefix cache", words, CACHE_FIX, rest)
+    yield Hypothesis("stale prefix cache", words, CACHE_FIX, rest)
 
 
-def try_dropout(diagnosis: Diagnosis, gap: float) -> Cause | None:
+def try_dropout(diagnosis: Diagnosis, gap: float) -> Explanation | None:
     """Return dropout as the cause where it makes as much noise in the learner as was found."""
     learner = diagnosis.learner
 
@@ -524,4 +528,4 @@ def try_dropout(diagnosis: Diagnosis, gap: float) -> Cause | None:
     if not gap / 2 <= noise <= 2 * gap:
         return None
     words = "dropout: the difference follows no setting or weight, and is as large as what dropout does to the learner"
-    return Cause("dropout", words, "put the sampler in evaluation mode")
+    return Explanation("dropout", words, "put the sampler in evaluation mode")

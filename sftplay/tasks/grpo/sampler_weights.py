@@ -1,4 +1,5 @@
-"""What a sampler may still hold of before: weights before the last update, the run's first head, other prompts."""
+"""What a sampler may hold instead of the present model: weights before the last update, the run's first head, other
+prompts; and how a vLLM server is asked."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from sftplay.errors import SftplayError
 from sftplay.export.merge import find_base
 from sftplay.launch.run_folder import RunFolder
-from sftplay.tasks.grpo.sampler_faults import Row
+from sftplay.tasks.grpo.sampler_faults import Row, SamplerFacts
 
 
 @torch.no_grad()
@@ -86,3 +87,18 @@ def list_other_prompts(trainer: Any, row: Row) -> dict[str, list[int]]:
                 ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **named)
                 found[f"by its chat template {words}"] = list(ids)
     return {words: ids for words, ids in found.items() if ids and ids != row.prompt}
+
+
+def read_server_facts(client: Any) -> SamplerFacts:
+    """Return what a vLLM server says of itself, through TRL's client of it (trl 1.16, generation/vllm_client.py)."""
+    dtype = str(client.get_server_info()["model_config"]["dtype"]).removeprefix("torch.")
+
+    def score(prompt: list[int], answer: list[int]) -> list[float]:
+        # A request for the log-probabilities of its prompt reads no prefix cache, and a greedy one no random numbers.
+        body = {"prompt": [*prompt, *answer], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        reply = client.session.post(f"{client.base_url}/v1/completions", json={"model": client.model, **body})
+        reply.raise_for_status()
+        places = reply.json()["choices"][0]["prompt_logprobs"][-len(answer) :]
+        return [float(place[str(token)]["logprob"]) for place, token in zip(places, answer, strict=True)]
+
+    return SamplerFacts(f"vLLM at {client.base_url}", dtype, score=score)

@@ -30,8 +30,14 @@ from sftplay.tasks.grpo.rollouts import (
     replaced_attributes,
     save_window,
 )
-from sftplay.tasks.grpo.sampler_check import MODEL_LOGPS, SAMPLER_LOGPS, SamplerCheck, find_precision, record_logprobs
-from sftplay.tasks.grpo.sampler_faults import SamplerFacts
+from sftplay.tasks.grpo.sampler_check import (
+    MODEL_LOGPS,
+    SAMPLER_LOGPS,
+    SamplerCheck,
+    find_facts,
+    find_precision,
+    record_logprobs,
+)
 from sftplay.tasks.grpo.scoring import (
     DynamicSampler,
     LocalBatch,
@@ -147,8 +153,7 @@ class SamplingMixin(StepTrainerMixin):
         self.sampling_totals = {"generated_tokens": 0, "redrawn_groups": 0, "passed_turns": 0}
         """Totals of all ranks since the run's first step, with the tokens of discarded completions."""
 
-        facts = SamplerFacts(dtype=find_precision(self, is_sampling=True)) if not self.use_vllm else SamplerFacts()
-        self.logprob_check = SamplerCheck(grpo.logprob_check_steps, find_precision(self), facts=facts)
+        self.logprob_check = SamplerCheck(grpo.logprob_check_steps, find_precision(self), facts=find_facts(self))
         self.questions = questions
         self.keeps_cut = depends_on_cut(self)
         """Why micro-batches stay as TRL cuts them; empty where they are ordered by length."""

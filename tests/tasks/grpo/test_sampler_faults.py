@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo import task
 from sftplay.tasks.grpo.sampler_check import BOUNDS, DEPTHS, SAMPLER_LOGPS, Reading, SamplerCheck, find_bound
 from sftplay.tasks.grpo.sampler_faults import SamplerFacts
+from sftplay.tasks.grpo.sampler_weights import read_server_facts
 
 TOKENS = 20
 
@@ -292,3 +294,29 @@ def test_bounds_grow_with_depth_and_fewer_bits_and_a_far_token_is_judged_by_its_
     few = Reading(0, (0.1, 1e-4 * 100, 0.0, 0.0), (5, 100, 0, 0), 0.1, bounds)  # five tokens make no mean
     assert few.is_within
     assert not Reading(0, (float("nan"), 0.0, 0.0, 0.0), (100, 0, 0, 0), 0.1, bounds).is_within
+
+
+def test_a_server_is_asked_greedily_for_the_log_probabilities_of_a_prompt():
+    asked: list[dict[str, Any]] = []
+
+    class Reply:
+        def raise_for_status(self) -> None: ...
+
+        def json(self) -> dict[str, Any]:
+            places = [None, *({str(n): {"logprob": -n / 10}, "99": {"logprob": -9.0}} for n in (2, 3, 4))]
+            return {"choices": [{"prompt_logprobs": places}]}
+
+    def post(url: str, json: dict[str, Any]) -> Reply:
+        asked.append({"url": url, **json})
+        return Reply()
+
+    client = SimpleNamespace(
+        base_url="http://x:1", model="m", session=SimpleNamespace(post=post),
+        get_server_info=lambda: {"model_config": {"dtype": "torch.float16"}},
+    )  # fmt: skip
+    facts = read_server_facts(client)
+    assert facts.dtype == "float16"
+    assert facts.score is not None
+    assert facts.score([1, 2], [3, 4]) == [-0.3, -0.4]
+    assert (asked[0]["url"], asked[0]["prompt"]) == ("http://x:1/v1/completions", [1, 2, 3, 4])
+    assert (asked[0]["temperature"], asked[0]["max_tokens"], asked[0]["prompt_logprobs"]) == (0, 1, 0)
