@@ -195,7 +195,10 @@ class Diagnosis:
         score = self.learner.facts.score
         if score is None:
             return None
-        said = [score(row.prompt, row.completion)[-len(row.sampled) :] for row in self.rows]
+        try:
+            said = [score(row.prompt, row.completion)[-len(row.sampled) :] for row in self.rows]
+        except (OSError, KeyError, ValueError, TypeError):  # a server that does not answer such questions
+            return None
         return torch.tensor([value for row in said for value in row], device=self.device)
 
     def _choose(self, found: list[Hypothesis], gap: float, *, fresh: Tensor | None, is_same_model: bool) -> Explanation:
@@ -220,8 +223,7 @@ class Diagnosis:
 
     def _find_noise(self, fresh: Tensor) -> Explanation | None:
         again = self._ask_again()
-        assert again is not None
-        if float((again - fresh)[~torch.isnan(fresh)].abs().mean()) <= self.bound:
+        if again is None or float((again - fresh)[~torch.isnan(fresh)].abs().mean()) <= self.bound:
             return None
         words = "dropout: the sampler gives another log-probability each time it is asked for the same tokens"
         return Explanation("dropout", words, "put the sampler in evaluation mode")

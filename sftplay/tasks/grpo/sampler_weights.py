@@ -91,7 +91,9 @@ def list_other_prompts(trainer: Any, row: Row) -> dict[str, list[int]]:
 
 def read_server_facts(client: Any) -> SamplerFacts:
     """Return what a vLLM server says of itself, through TRL's client of it (trl 1.16, generation/vllm_client.py)."""
-    dtype = str(client.get_server_info()["model_config"]["dtype"]).removeprefix("torch.")
+    dtype: str | None = None
+    with suppress(RuntimeError, KeyError, TypeError):  # a server without its development endpoints
+        dtype = str(client.get_server_info()["model_config"]["dtype"]).removeprefix("torch.")
 
     def score(prompt: list[int], answer: list[int]) -> list[float]:
         # A request for the log-probabilities of its prompt reads no prefix cache, and a greedy one no random numbers.

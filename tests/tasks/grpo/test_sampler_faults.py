@@ -189,7 +189,13 @@ PLANTED: dict[str, tuple[str, Callable[[Learned], Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+VARIANTS = ("half-loaded adapter, a kind of module", "adapter not loaded", "weights before the update")
+"""Faults like others here; `make test-slow` plants them."""
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in PLANTED]
+)
 def test_a_planted_fault_is_named_at_once(fault: str, learned: Learned, tmp_path: Path, capsys: Any):
     name, plant = PLANTED[fault]
     check, events = judge(learned, tmp_path, plant(learned))
