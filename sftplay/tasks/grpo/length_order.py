@@ -14,11 +14,17 @@ Batch = dict[str, Any]
 PROMPT_KEYS = ("prompt_ids", "prompt_mask")
 COMPLETION_KEYS = (
     "completion_ids", "completion_mask", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps",
-    "importance_sampling_ratio", "tool_mask",
+    "importance_sampling_ratio", "tool_mask", "sampler_top_ids", "sampler_top_logps",
 )  # fmt: skip
 ROW_KEYS = ("advantages", "row")
 WINDOW_KEYS = ("num_items_in_batch",)
 """The keys of a micro-batch of texts. A micro-batch with any other key (images) is left as it is."""
+
+
+def loss_mask(batch: Batch) -> torch.Tensor:
+    """Return which tokens of the completions are in the loss, [rows, tokens]: not those that an environment wrote."""
+    completions, written = batch["completion_mask"], batch.get("tool_mask")
+    return completions if written is None else completions * written
 
 
 def depends_on_cut(trainer: Any) -> str:

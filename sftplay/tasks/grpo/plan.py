@@ -270,6 +270,11 @@ def refuse_parts(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware
             "remove it, or write cluster.strategy: ddp",
         ),
         (
+            "grpo.score_centering", is_sharded and grpo.score_centering is not None,
+            f"it reads the whole output head, which {strategy} holds in parts",
+            "remove it, or write cluster.strategy: ddp",
+        ),
+        (
             "grpo.dynamic_sampling_rounds",
             grpo.dynamic_sampling_rounds and kind == "vllm_server" and local % grpo.num_generations,
             f"a vLLM server answers whole groups of {grpo.num_generations}, but a process samples {local} completions",

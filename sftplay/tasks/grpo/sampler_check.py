@@ -15,6 +15,7 @@ from sftplay import log
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
+from sftplay.tasks.grpo.length_order import loss_mask
 from sftplay.tasks.grpo.sampler_faults import (
     DTYPE_FIX,
     ROWS,
@@ -105,26 +106,49 @@ def find_facts(trainer: Any) -> SamplerFacts:
     return replace(facts, dtype=dtype if dtype in BOUNDS else None)
 
 
+class SampledRow(list[float]):
+    """The log-probabilities of a completion's tokens by its sampler."""
+
+    top: tuple[Tensor, Tensor] | None = None
+    """The likeliest tokens at each place with their log-probabilities, int64 and float [tokens, k]."""
+
+    def cut(self, tokens: int) -> SampledRow:
+        """Return the first `tokens` of it."""
+        row = SampledRow(self[:tokens])
+        row.top = self.top and (self.top[0][:tokens], self.top[1][:tokens])
+        return row
+
+
 class TokenRecord:
     """Records the log-probability of each token that a model samples; the last of the logits processors."""
 
-    def __init__(self) -> None:
+    def __init__(self, top: int = 0) -> None:
+        """`top`: how many of the likeliest tokens are recorded as well."""
         self._logps: list[Tensor] = []
         self._next_logps: Tensor | None = None
+        self._top, self._likeliest = top, list[tuple[Tensor, Tensor]]()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Record the distribution of the next token; `generate` calls it before each token, with all tokens so far."""
         self._add_token(input_ids[:, -1])
         self._next_logps = scores.float().log_softmax(-1)
+        if self._top:
+            logps, ids = self._next_logps.topk(min(self._top, scores.size(-1)))
+            self._likeliest.append((ids, logps))
         return scores
 
-    def finish(self, completion_ids: Tensor) -> list[list[float]]:
+    def finish(self, completion_ids: Tensor) -> list[SampledRow]:
         """Return the log-probabilities of the sampled tokens, int64 [rows, tokens]; values after a row's end mean
         nothing."""
         self._add_token(completion_ids[:, -1])
         if not self._logps:
             return []
-        return [list(row) for row in torch.stack(self._logps, dim=1).tolist()]
+        rows = [SampledRow(row) for row in torch.stack(self._logps, dim=1).tolist()]
+        if self._top:
+            ids, logps = (torch.stack(part, dim=1).cpu() for part in zip(*self._likeliest, strict=True))
+            for number, row in enumerate(rows):
+                row.top = ids[number], logps[number]
+        return rows
 
     def _add_token(self, tokens: Tensor) -> None:
         if self._next_logps is not None:
@@ -132,14 +156,16 @@ class TokenRecord:
 
 
 @contextmanager
-def record_logprobs(model: Any) -> Iterator[list[list[float]]]:
-    """Inside, add a list of log-probabilities for each row that `model.generate` or `generate_batch` samples."""
+def record_logprobs(model: Any, *, top: int = 0) -> Iterator[list[SampledRow]]:
+    """Inside, add the log-probabilities of each row that `model.generate` samples, and the `top` likeliest tokens; of
+    rows by `generate_batch` the log-probabilities alone.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    rows: list[list[float]] = []
+    rows: list[SampledRow] = []
     generate, generate_batch = model.generate, getattr(model, "generate_batch", None)
 
     def generate_and_record(*given: Any, **named: Any) -> Any:
-        record = TokenRecord()
+        record = TokenRecord(top)
         with last_logits_processor(base, lambda: record):
             sampled = generate(*given, **named)  # where memory runs out, it is called again for fewer rows
         rows.extend(record.finish(sampled[:, named["input_ids"].size(1) :]))
@@ -150,7 +176,7 @@ def record_logprobs(model: Any) -> Iterator[list[list[float]]]:
         config = copy.copy(continuous_batching_config)
         config.return_logprobs = True
         outputs = generate_batch(*given, continuous_batching_config=config, **named)
-        rows.extend(list(output.logprobs) for output in outputs.values())
+        rows.extend(SampledRow(output.logprobs) for output in outputs.values())
         return outputs
 
     model.generate, model.generate_batch = generate_and_record, generate_batch_and_record
@@ -347,9 +373,7 @@ def read_gaps(batch: Mapping[str, Any]) -> Tensor | None:
     before = batch.get("old_per_token_logps", batch.get(MODEL_LOGPS))
     if sampled is None or before is None:
         return None
-    mask, tools = batch["completion_mask"], batch.get("tool_mask")
-    kept = (mask if tools is None else mask * tools).bool()
-    return (before.float() - sampled.float()).abs().masked_fill(~kept, torch.nan)
+    return (before.float() - sampled.float()).abs().masked_fill(~loss_mask(dict(batch)).bool(), torch.nan)
 
 
 def choose_rows(batches: Sequence[Mapping[str, Any]], depth: int) -> list[tuple[float, Row]]:

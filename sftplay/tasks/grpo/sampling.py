@@ -18,10 +18,11 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Questions
 from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.errors import RunError
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
-from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, order_by_length
+from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, loss_mask, order_by_length
 from sftplay.tasks.grpo.rollouts import (
     dtypes_kept,
     gathered_root,
@@ -46,6 +47,7 @@ from sftplay.tasks.grpo.scoring import (
     cut_samples,
     write_samples,
 )
+from sftplay.tasks.grpo.variants import LossVariants
 from sftplay.tasks.grpo.watch import read_policy_clip_share
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
@@ -155,6 +157,7 @@ class SamplingMixin(StepTrainerMixin):
 
         self.logprob_check = SamplerCheck(grpo.logprob_check_steps, find_precision(self), facts=find_facts(self))
         self.questions = questions
+        self.variants = LossVariants(cfg, self)
         self.keeps_cut = depends_on_cut(self)
         """Why micro-batches stay as TRL cuts them; empty where they are ordered by length."""
 
@@ -191,6 +194,7 @@ class SamplingMixin(StepTrainerMixin):
         if not self.keeps_cut:
             micro_batches = order_by_length(micro_batches, accum=accum, trims_prompts=self._trims_prompts)
             replace_micro_batches(self, micro_batches)
+        self.variants.count_step_tokens(micro_batches, accum=accum, masks=[loss_mask(batch) for batch in micro_batches])
         first = micro_batches[0]
         if self.logprob_check.is_due(step) and "old_per_token_logps" not in first:  # else TRL has computed them
             # By the weights that sampled, in the micro-batch that is trained on: a difference comes from the weights,
@@ -215,7 +219,7 @@ class SamplingMixin(StepTrainerMixin):
                 totals["passed_turns"] += sampler.replace_skipped_prompts(inputs, rows)
         self._inputs, self._generated_tokens = inputs, 0
         try:
-            batch = super()._generate_and_score_completions(inputs)
+            batch = self.variants.add_likeliest(super()._generate_and_score_completions(inputs))
         finally:
             self._inputs = self._scored_early = None
         self.rollout_figures = {
@@ -248,7 +252,9 @@ class SamplingMixin(StepTrainerMixin):
     def _generate(self, prompts: list[list[int]]) -> Any:
         # The same precision as in the later forward passes that compute log-probabilities.
         with self.heartbeat.within("generation"), self.accelerator.autocast():
-            return super()._generate(prompts)
+            generated = super()._generate(prompts)
+        self.variants.keep_sampled(generated[4])
+        return generated
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         inputs = self._inputs
@@ -290,13 +296,17 @@ class SamplingMixin(StepTrainerMixin):
 
     def _sample(self, prompts: list[list[int]], *given: Any, **named: Any) -> Any:
         """Sample completions, with the sampler's log-probabilities: always by vLLM, by the model itself when due."""
-        if self.use_vllm or not self.logprob_check.is_due(self.state.global_step):
+        is_needed = self.variants.needs_sampler
+        if self.use_vllm or not (is_needed or self.logprob_check.is_due(self.state.global_step)):
             return self._generate_rows(prompts, *given, **named)
-        with record_logprobs(self.accelerator.unwrap_model(self.model_wrapped)) as rows:
+        with record_logprobs(self.accelerator.unwrap_model(self.model_wrapped), top=self.variants.top) as rows:
             completion_ids, _ = self._generate_rows(prompts, *given, **named)
         if len(rows) < len(completion_ids):  # a wrapper around the model hides its generation
+            if is_needed:
+                what, fix = "the model's wrapper hides its generation", "remove grpo.sampler_correction"
+                raise RunError(what, where="grpo.generation", fix=f"{fix} and grpo.score_centering")
             return completion_ids, None
-        return completion_ids, [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
+        return completion_ids, [row.cut(len(ids)) for row, ids in zip(rows, completion_ids, strict=True)]
 
     def _generate_rows(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         """Generate as TRL does, without dropout; with transformers as many completions at a time as memory allows."""
@@ -322,13 +332,13 @@ class SamplingMixin(StepTrainerMixin):
     def _score(self, inputs: list[dict[str, Any]], completion_ids: list[list[int]]) -> ScoredBatch:
         # transformers decodes an empty list to one empty text.
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True) if completion_ids else []
-        return self.scorer.score(inputs, texts, heartbeat=self.heartbeat)
+        return self.scorer.score(inputs, texts, heartbeat=self.heartbeat, completion_ids=completion_ids)
 
-    def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], _ids: Any) -> Tensor:
+    def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], ids: Any) -> Tensor:
         """Score the completions of all ranks: float [completions, rewards], NaN where a reward abstains."""
         batch, sampler = self._scored_early, self.dynamic_sampler
         if batch is None:
-            batch = self.scorer.score(inputs, completions, heartbeat=self.heartbeat)
+            batch = self.scorer.score(inputs, completions, heartbeat=self.heartbeat, completion_ids=ids)
         self.scored_batch = batch
         rewards = torch.tensor(batch.make_reward_matrix(), dtype=torch.float32, device=self.accelerator.device)
         if not sampler.skipped:
@@ -344,6 +354,8 @@ class SamplingMixin(StepTrainerMixin):
         with mode, fitted_tiles(self.model.config.get_text_config().vocab_size):
             logps_and_entropies = super()._get_per_token_logps_and_entropies(*given, **named)
         self.logprob_check.trained_logps = logps_and_entropies[0].detach() if torch.is_grad_enabled() else None
+        if torch.is_grad_enabled():
+            self.variants.see(logps_and_entropies[0], logps_and_entropies[1])
         return logps_and_entropies
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -364,7 +376,9 @@ class SamplingMixin(StepTrainerMixin):
         counts.label_tokens += int(completions.sum())
         counts.padded_tokens += prompts.numel() + completions.numel()
         self.heartbeat.enter("forward")
-        loss = super().compute_loss(model, inputs, *given, **named)
+        with self.variants.applied(inputs, mask=loss_mask(inputs), sampled=sampler_logps) as changed:
+            loss = super().compute_loss(model, changed, *given, **named)
+            loss = self.variants.complete_loss(loss, inputs["advantages"])
         self.last_loss = self.last_loss + loss.detach()
         if self._check_loss is not None:
             self._check_loss(loss.detach())
@@ -394,6 +408,7 @@ class SamplingMixin(StepTrainerMixin):
             **self.take_held_out_figures(),
             **self.sampling_totals,
             **self.logprob_check.take(self.heartbeat),
+            **self.variants.take_figures(self.heartbeat),
         }
 
 
