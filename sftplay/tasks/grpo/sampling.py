@@ -31,7 +31,14 @@ from sftplay.tasks.grpo.rollouts import (
     replaced_attributes,
     save_window,
 )
-from sftplay.tasks.grpo.sampler_check import MODEL_LOGPS, SAMPLER_LOGPS, LogprobCheck, record_logprobs
+from sftplay.tasks.grpo.sampler_check import (
+    MODEL_LOGPS,
+    SAMPLER_LOGPS,
+    SamplerCheck,
+    find_facts,
+    find_precision,
+    record_logprobs,
+)
 from sftplay.tasks.grpo.scoring import (
     DynamicSampler,
     LocalBatch,
@@ -149,7 +156,8 @@ class SamplingMixin(StepTrainerMixin):
         self.sampling_totals = {"generated_tokens": 0, "redrawn_groups": 0, "passed_turns": 0}
         """Totals of all ranks since the run's first step, with the tokens of discarded completions."""
 
-        self.logprob_check = LogprobCheck(grpo.logprob_check_steps)
+        self.logprob_check = SamplerCheck(grpo.logprob_check_steps, find_precision(self), facts=find_facts(self))
+        self.questions = questions
         self.variants = LossVariants(cfg, self)
         self.keeps_cut = depends_on_cut(self)
         """Why micro-batches stay as TRL cuts them; empty where they are ordered by length."""
@@ -201,6 +209,7 @@ class SamplingMixin(StepTrainerMixin):
                 first[MODEL_LOGPS] = self._get_per_token_logps_and_entropies(
                     self.model, ids, mask, first["completion_ids"].size(1), compute_entropy=True
                 )[0]
+        self.logprob_check.judge(self, micro_batches)
         return micro_batches[count_micro_steps(self) % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
@@ -291,9 +300,8 @@ class SamplingMixin(StepTrainerMixin):
 
     def _sample(self, prompts: list[list[int]], *given: Any, **named: Any) -> Any:
         """Sample completions, with the sampler's log-probabilities: always by vLLM, by the model itself when due."""
-        is_plain = not self.use_vllm and not self.use_transformers_continuous_batching
         is_needed = self.variants.needs_sampler
-        if not is_plain or not (is_needed or self.logprob_check.is_due(self.state.global_step)):
+        if self.use_vllm or not (is_needed or self.logprob_check.is_due(self.state.global_step)):
             return self._generate_rows(prompts, *given, **named)
         with record_logprobs(self.accelerator.unwrap_model(self.model_wrapped), top=self.variants.top) as rows:
             completion_ids, _ = self._generate_rows(prompts, *given, **named)
@@ -383,7 +391,8 @@ class SamplingMixin(StepTrainerMixin):
             self._check_loss(loss.detach())
         self.heartbeat.enter("backward")
         before = inputs.get("old_per_token_logps", model_logps)
-        self.logprob_check.compare(sampled=sampler_logps, before=before, mask=completions)
+        sampled = None if before is None else sampler_logps  # else dropout and later steps would count, too
+        self.logprob_check.compare(sampled=sampled, before=before, mask=completions)
         return loss
 
     def _save_checkpoint(self, *given: Any) -> None:
