@@ -21,6 +21,7 @@ from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
+from sftplay.tasks.grpo.generate import CannotShare, PromptSampler
 from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, order_by_length
 from sftplay.tasks.grpo.rollouts import (
     dtypes_kept,
@@ -126,6 +127,11 @@ class SamplingMixin(StepTrainerMixin):
         if not isinstance(batch_rows, int):  # all completions of a rollout batch
             batch_rows = int(args.per_device_train_batch_size * args.steps_per_generation)
         self._generation_batches = AdaptiveBatches(batch_rows, "generation")
+        self.prompt_sampler = PromptSampler(
+            self._generation_batches,
+            rows_per_prompt=grpo.num_generations,
+            beat=lambda: self.heartbeat.enter(self.heartbeat.phase),
+        )
         self.micro_batcher = None  # TRL cuts a rollout batch
         self.last_rows: list[int] = []  # prompts in this rank's last step
         self.facts = {"rewards": scorer.training_weights, "executor": scorer.rewards.executor or None}
@@ -284,14 +290,38 @@ class SamplingMixin(StepTrainerMixin):
         is_plain = not self.use_vllm and not self.use_transformers_continuous_batching
         if not is_plain or not self.logprob_check.is_due(self.state.global_step):
             return self._generate_rows(prompts, *given, **named)
+        if (sampled := self._generate_shared(prompts, *given, records=True, **named)) is not None:
+            return sampled
         with record_logprobs(self.accelerator.unwrap_model(self.model_wrapped)) as rows:
             completion_ids, _ = self._generate_rows(prompts, *given, **named)
         if len(rows) < len(completion_ids):  # a wrapper around the model hides its generation
             return completion_ids, None
         return completion_ids, [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
 
+    def _generate_shared(self, prompt_ids: list[list[int]], *given: Any, records: bool = False, **named: Any) -> Any:
+        """Return completions and, where wanted, log-probabilities by the kit's sampler; None where it is not used."""
+        sampler = self.prompt_sampler
+        if has_sharded_weights(self):  # ranks generate together, token by token
+            sampler.refused = "its weights are in parts"
+        if sampler.refused or self.cfg.grpo.generation != "transformers":
+            return None
+        sampler.records = records
+        try:
+            with eval_mode(self.model_wrapped), sampler.within(self.accelerator.unwrap_model(self.model_wrapped)):
+                completion_ids, _ = super()._generate_single_turn(prompt_ids, *given, **named)
+        except CannotShare as why:
+            sampler.refused = str(why)
+            log.say(f"note: completions are sampled by transformers, each with a prompt of its own: {why}")
+            return None
+        logps = sampler.logps
+        if logps is None:
+            return completion_ids, None
+        return completion_ids, [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
+
     def _generate_rows(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         """Generate as TRL does, without dropout; with transformers as many completions at a time as memory allows."""
+        if (sampled := self._generate_shared(prompt_ids, *given, **named)) is not None:
+            return sampled
         if self.cfg.grpo.generation != "transformers":
             is_continuous = self.cfg.grpo.generation == "continuous"
             keeps_dtypes = dtypes_kept(self.args, self.accelerator.device) if is_continuous else nullcontext()
