@@ -153,14 +153,14 @@ class AdaptiveBatches:
                 continue
             self._halve(batch.stop - batch.start)
 
-    def retry(self, compute: Callable[[int], T]) -> T:
+    def retry(self, rows: int, compute: Callable[[int], T]) -> T:
         """Return the result of `compute` for the size of a batch, where it batches by itself and can be called again.
 
         Raises:
             OutOfMemory, RuntimeError: as `map`.
         """
         while True:
-            size = self.batch_size
+            size = min(rows, self.batch_size)
             if results := self._attempt(lambda part: compute(part.stop), slice(0, size)):
                 return results[0]
             self._halve(size)

@@ -32,7 +32,6 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from sftplay import log
 from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.train.upstream import find_attention, tuned_for_decoding
 
@@ -111,7 +110,7 @@ class PromptSampler:
             if not self._proven:
                 prove(model, input_ids, rows.mask)
                 self._proven = True
-            self.batches.retry(lambda size: rows.run(size, prompts=-(-size // self.rows_per_prompt)))
+            self.batches.retry(len(input_ids), lambda size: rows.run(size, prompts=-(-size // self.rows_per_prompt)))
         self.logps = rows.logps[:, : rows.longest].tolist() if self.records else None
         return rows.finish()
 
@@ -124,7 +123,7 @@ def refuse(model: Any, processors: Any, criteria: Any, config: Any, model_kwargs
         raise CannotShare(f"its inputs have {', '.join(others)}")
     if missing := sorted(known - set(inspect.signature(model.forward).parameters)):
         raise CannotShare(f"its forward pass takes no {missing[0]}")
-    if type(found) is not DynamicCache or found.offloading:
+    if found is None or type(found) is not DynamicCache or found.offloading:
         raise CannotShare("it has no plain cache of keys and values")
     if others := sorted({type(layer).__name__ for layer in found.layers if type(layer) is not DynamicLayer}):
         raise CannotShare(f"its cache has layers of another kind ({others[0]})")
@@ -137,10 +136,9 @@ def refuse(model: Any, processors: Any, criteria: Any, config: Any, model_kwargs
     for name, plain in options.items():
         if getattr(config, name, None) not in (plain, None):
             raise CannotShare(f"{name} is set")
+    known_parts = (*EACH_ROW_ALONE, RepetitionPenaltyLogitsProcessor, EosTokenCriteria, MaxLengthCriteria)
     for each in (*processors, *criteria):
-        if not isinstance(
-            each, (*EACH_ROW_ALONE, RepetitionPenaltyLogitsProcessor, EosTokenCriteria, MaxLengthCriteria)
-        ):
+        if not isinstance(each, known_parts):
             raise CannotShare(f"{type(each).__name__} sees the whole batch")
 
 
@@ -156,6 +154,8 @@ class RowLayer(DynamicLayer):
     def __init__(self, window: Window) -> None:
         super().__init__()
         self.window = window
+        self.keys: Any = None
+        self.values: Any = None
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
@@ -242,6 +242,10 @@ class SampledRows:
 
         self._samples = samples
         self.noise: Noise | None = None
+        self._live: list[int] = []
+        self._entered: dict[int, int] = {}
+        self._chosen = self._read_steps = 0
+        self._kept = RowCache(0)
         self.beat: Callable[[], None] = lambda: None
         self._prompt_tokens = mask.sum(1).tolist()
         both = torch.cat([input_ids, mask], 1).cpu().numpy()
@@ -520,10 +524,10 @@ def prove(model: Any, input_ids: Tensor, mask: Tensor) -> None:
     `input_ids` and `mask`, int64 [rows, tokens], are padded on the left; the first and the last give the tokens.
     """
     device = input_ids.device
-    longest = [
+    one, other = (
         input_ids[row][mask[row].bool()][-most:].tolist() for row, most in zip((0, -1), PROOF_TOKENS, strict=True)
-    ]
-    asked = [longest[0], longest[0], longest[0], longest[1], longest[1]]
+    )
+    asked = [one, one, one, other, other]
     given = [(ids[::-1] * 4)[:length] for ids, length in zip(asked, PROOF_LENGTHS, strict=True)]
     width = max(map(len, asked))
     ids = torch.tensor([[0] * (width - len(each)) + each for each in asked], device=device)
