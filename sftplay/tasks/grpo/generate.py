@@ -33,6 +33,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sftplay.model.out_of_memory import AdaptiveBatches
+from sftplay.train.eval_mode import random_numbers_kept
 from sftplay.train.upstream import find_attention, tuned_for_decoding
 
 EACH_ROW_ALONE = (
@@ -109,6 +110,7 @@ class PromptSampler:
         with tuned_for_decoding(model):
             if not self._proven:
                 prove(model, input_ids, rows.mask)
+                prove_draws(len(input_ids), model.config.get_text_config().vocab_size, input_ids.device)
                 self._proven = True
             self.batches.retry(len(input_ids), lambda size: rows.run(size, prompts=-(-size // self.rows_per_prompt)))
         self.logps = rows.logps[:, : rows.longest].tolist() if self.records else None
@@ -546,3 +548,16 @@ def prove(model: Any, input_ids: Tensor, mask: Tensor) -> None:
     if not torch.allclose(found, torch.cat(wanted), rtol=bound, atol=bound):
         gap = float((found - torch.cat(wanted)).abs().max())
         raise CannotShare(f"log-probabilities differ by {gap:.2g} from those of a forward pass")
+
+
+def prove_draws(rows: int, words: int, device: torch.device) -> None:
+    """Raise CannotShare unless the tokens that are drawn for so many rows are those of `torch.multinomial`."""
+    chances = torch.linspace(1, 2, rows * words, device=device).reshape(rows, words)
+    with random_numbers_kept():
+        noise = Noise(rows, like=chances)
+        wanted = torch.multinomial(chances, 1)[:, 0]
+        found = (chances / noise.draw(range(rows), [0] * rows)).argmax(-1)
+        some = [*range(1, rows, 3)][::-1] or [0]
+        again = (chances[some] / noise.draw(some, [0] * len(some))).argmax(-1)
+    if not torch.equal(found, wanted) or not torch.equal(again, wanted[some]):
+        raise CannotShare(f"torch draws otherwise on {device.type}")

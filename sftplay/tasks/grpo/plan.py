@@ -60,6 +60,9 @@ SORT_BYTES = 20
 """The same for a limit on probabilities: scores and their places in order, probabilities and their sums
 (transformers, `TopPLogitsWarper`)."""
 
+ROOM_TOKENS = 32
+"""Tokens for which the kit's sampler makes room at least, when it makes room for a row (`generate.GROWTH`)."""
+
 LIVE_STREAMS = 4
 """Residual streams that exist at a time in a forward pass without gradients: the embeddings, the input of a layer, the
 output of its attention, and that after its norm."""
@@ -80,6 +83,7 @@ class Rollout:
     """True where these weights are those of an adapter. A fresh one is switched off instead of copied."""
 
     scores_first: bool = False  # True where probabilities under older or frozen weights are computed before the update
+    group: int = 1  # completions of a prompt, for which it is computed once
     limits_probability: bool = False  # True where the likeliest tokens are sorted out (top_p below 1)
     engine: Literal["transformers", "continuous", "vllm_colocate", "vllm_server"] = "transformers"
     engine_bytes: int = 0  # the part of the card that vLLM takes (vllm_colocate)
@@ -141,6 +145,8 @@ def estimate_rollout(
     sampling = {ENGINE: float(rollout.engine_bytes)}
     if not rollout.engine.startswith("vllm"):
         score = SCORE_BYTES + (SORT_BYTES if rollout.limits_probability else 0)
+        if strategy.startswith(("zero3", "fsdp")) or any(kind.sliding_window or kind.mixer for kind in shape.kinds):
+            rollout = replace(rollout, group=1)
         sampling = newest_token(shape, execution, rollout=rollout, score_bytes=score)
     phases = {DRAW: {**resident, **sampling}}
     if strategy.startswith("zero3") and rollout.engine != "vllm_server":
@@ -163,6 +169,11 @@ def newest_token(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout,
     `score_bytes` are those of a score of the newest token in all its copies.
     """
     number, prompt = rollout.completions, rollout.prompt_tokens
+    # With groups: prompts are computed so many at a time, next to the rows that they are copied to. The rows have room
+    # for the first completion tokens (`generate.RowCache`).
+    prompts = -(-number // rollout.group)
+    room = min(rollout.completion_tokens - 1, max(ROOM_TOKENS, prompt // 8)) if rollout.group > 1 else 0
+    copied = prompts * prompt if rollout.group > 1 else 0
     rounded = _count_rounded(shape, execution)
     # A layer's keys are copied as they grow. One query a head reads keys that heads share (transformers, `pack_gqa`).
     grown = number * rollout.tokens * _keys_bytes(shape, execution)
@@ -172,8 +183,8 @@ def newest_token(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout,
         "head": float(number * shape.vocab * score_bytes) + rounded,
     }
     early = {
-        CACHE: float(cache_bytes(shape, execution, completions=number, tokens=prompt)),
-        "layer": forward_layer(shape, execution, rows=number, seq=prompt),
+        CACHE: float(cache_bytes(shape, execution, completions=1, tokens=number * (prompt + room) + copied)),
+        "layer": forward_layer(shape, execution, rows=prompts, seq=prompt),
         "head": rounded,
     }
     return max(late, early, key=lambda parts: sum(parts.values()))
@@ -338,6 +349,7 @@ class GrpoPlan(TaskSizing, TaskReport):
             has_reference=grpo.beta > 0,
             continues_adapter=cfg.model.adapter is not None,
             scores_first=outlive or grpo.beta > 0 or grpo.generation.startswith("vllm"),
+            group=grpo.num_generations if grpo.generation == "transformers" else 1,
             limits_probability=grpo.top_p < 1,
             engine=grpo.generation,
             engine_bytes=engine_bytes,
