@@ -99,7 +99,7 @@ def test_sampling_with_shared_prompts_takes_what_a_real_model_takes(prompt, comp
     model, shape = tiny(200, num_key_value_heads=8)
     how = GenerationConfig(do_sample=True, max_new_tokens=completion, top_k=0, pad_token_id=0, eos_token_id=None)
     sampler = PromptSampler(AdaptiveBatches(16, "generation"), rows_per_prompt=4)
-    sampler._proven = True
+    sampler.usable = True
     with Beside(model) as live, torch.no_grad(), sampler.within(model):
         # An evaluation: each prompt is another one, and as many as in training are computed at a time.
         model.generate(**padded(16, prompt), generation_config=how)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -32,6 +32,7 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from sftplay import log
 from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.train.eval_mode import random_numbers_kept
 from sftplay.train.upstream import find_attention, tuned_for_decoding
@@ -60,6 +61,10 @@ class CannotShare(Exception):
     """Why a model or a setting keeps the loop of transformers; for the user."""
 
 
+class Decided(Exception):
+    """Ends the call of `generate` in which everything that a sampler needs has turned out to be there."""
+
+
 class PromptSampler:
     """Samples in the place of the loop of transformers. Models and settings that it is not proven for are refused."""
 
@@ -69,24 +74,40 @@ class PromptSampler:
         """`batches` bounds the rows at a time. Prompts are computed for so many rows as have `rows_per_prompt` each:
         an evaluation needs no more memory than the training. `beat` is called now and then.
         """
-        self.refused = ""
-        """Why the loop of transformers is used from now on."""
-
+        self.usable: bool | None = None  # not decided yet
         self.batches, self.beat, self.rows_per_prompt = batches, beat, rows_per_prompt
         self.records = False
         """Whether to keep log-probabilities of the sampled tokens."""
 
-        self.logps: list[list[float]] | None = None
-        """Those of the last call, for each row, also for the padding after its end, where they mean nothing."""
+        self._logps: list[list[float]] | None = None
 
-        self._proven = False
+    def is_usable(self, model: Any, generate: Callable[[], Any]) -> bool:
+        """Return whether this object may sample. The first time `generate` is called, which calls `model.generate`; it
+        ends before anything is sampled, and the user is told of a refusal.
+        """
+        if self.usable is None:
+            try:
+                with self.within(model):
+                    generate()
+            except Decided:
+                self.usable = True
+            except CannotShare as why:
+                self.usable = False
+                log.say(f"note: completions are sampled by transformers, each with a prompt of its own: {why}")
+        return bool(self.usable)
+
+    def take_logps(self, lengths: Iterable[int]) -> list[list[float]] | None:
+        """Return the log-probabilities of the last call, of so many tokens of each row; None where none were kept."""
+        if self._logps is None:
+            return None
+        return [row[:length] for row, length in zip(self._logps, lengths, strict=True)]
 
     @contextmanager
     def within(self, model: Any) -> Iterator[None]:
         """Inside, `model.generate` samples by this object.
 
         Raises:
-            CannotShare: by `generate`, before anything is sampled.
+            CannotShare, Decided: by `generate`, before anything is sampled.
         """
         model.generate = partial(model.generate, custom_generate=self.decode)
         try:
@@ -108,12 +129,12 @@ class PromptSampler:
         )  # fmt: skip
         rows.beat = self.beat
         with tuned_for_decoding(model):
-            if not self._proven:
+            if self.usable is None:
                 prove(model, input_ids, rows.mask)
                 prove_draws(len(input_ids), model.config.get_text_config().vocab_size, input_ids.device)
-                self._proven = True
+                raise Decided
             self.batches.retry(len(input_ids), lambda size: rows.run(size, prompts=-(-size // self.rows_per_prompt)))
-        self.logps = rows.logps[:, : rows.longest].tolist() if self.records else None
+        self._logps = rows.logps[:, : rows.longest].tolist() if self.records else None
         return rows.finish()
 
 

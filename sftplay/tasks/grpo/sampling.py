@@ -21,7 +21,7 @@ from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
-from sftplay.tasks.grpo.generate import CannotShare, PromptSampler
+from sftplay.tasks.grpo.generate import PromptSampler
 from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, order_by_length
 from sftplay.tasks.grpo.rollouts import (
     dtypes_kept,
@@ -290,38 +290,30 @@ class SamplingMixin(StepTrainerMixin):
         is_plain = not self.use_vllm and not self.use_transformers_continuous_batching
         if not is_plain or not self.logprob_check.is_due(self.state.global_step):
             return self._generate_rows(prompts, *given, **named)
-        if (sampled := self._generate_shared(prompts, *given, records=True, **named)) is not None:
-            return sampled
+        if self._shares_prompts(prompts, *given, **named):
+            with replaced_attributes(self.prompt_sampler, records=True):
+                return self._generate_rows(prompts, *given, **named)
         with record_logprobs(self.accelerator.unwrap_model(self.model_wrapped)) as rows:
             completion_ids, _ = self._generate_rows(prompts, *given, **named)
         if len(rows) < len(completion_ids):  # a wrapper around the model hides its generation
             return completion_ids, None
         return completion_ids, [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
 
-    def _generate_shared(self, prompt_ids: list[list[int]], *given: Any, records: bool = False, **named: Any) -> Any:
-        """Return completions and, where wanted, log-probabilities by the kit's sampler; None where it is not used."""
-        sampler = self.prompt_sampler
-        if has_sharded_weights(self):  # ranks generate together, token by token
-            sampler.refused = "its weights are in parts"
-        if sampler.refused or self.cfg.grpo.generation != "transformers":
-            return None
-        sampler.records = records
-        try:
-            with eval_mode(self.model_wrapped), sampler.within(self.accelerator.unwrap_model(self.model_wrapped)):
-                completion_ids, _ = super()._generate_single_turn(prompt_ids, *given, **named)
-        except CannotShare as why:
-            sampler.refused = str(why)
-            log.say(f"note: completions are sampled by transformers, each with a prompt of its own: {why}")
-            return None
-        logps = sampler.logps
-        if logps is None:
-            return completion_ids, None
-        return completion_ids, [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
+    def _shares_prompts(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> bool:
+        """Return whether the kit's sampler is used, which the first call decides."""
+        if self.cfg.grpo.generation != "transformers" or has_sharded_weights(self):  # there ranks generate in lockstep
+            return False
+        model, generate = self.accelerator.unwrap_model(self.model_wrapped), super()._generate_single_turn
+        with eval_mode(self.model_wrapped):
+            return self.prompt_sampler.is_usable(model, lambda: generate(prompt_ids, *given, **named))
 
     def _generate_rows(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         """Generate as TRL does, without dropout; with transformers as many completions at a time as memory allows."""
-        if (sampled := self._generate_shared(prompt_ids, *given, **named)) is not None:
-            return sampled
+        if self._shares_prompts(prompt_ids, *given, **named):
+            sampler = self.prompt_sampler
+            with eval_mode(self.model_wrapped), sampler.within(self.accelerator.unwrap_model(self.model_wrapped)):
+                completion_ids, _ = super()._generate_single_turn(prompt_ids, *given, **named)
+            return completion_ids, sampler.take_logps(map(len, completion_ids))
         if self.cfg.grpo.generation != "transformers":
             is_continuous = self.cfg.grpo.generation == "continuous"
             keeps_dtypes = dtypes_kept(self.args, self.accelerator.device) if is_continuous else nullcontext()
