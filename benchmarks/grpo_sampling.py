@@ -29,7 +29,7 @@ SHAPES = {
     "toy": {"rows": TOY_ROWS, "tokens": 24},
     "long": {"rows": LONG_ROWS, "tokens": 128},
     "uneven": {"rows": LONG_ROWS, "tokens": 128, "few_shot": 2, "uneven": True},
-    "uneven, larger model": {"rows": LONG_ROWS, "tokens": 64, "few_shot": 2, "uneven": True, "larger": True},
+    "uneven, larger model": {"rows": LONG_ROWS, "tokens": 48, "few_shot": 2, "uneven": True, "larger": True},
 }
 """Toy and long are those of `--only speed`. The uneven shapes end at any token with a chance of 1 in 20, after a prompt
 with two more problems. The larger model has random weights, 6 layers of 384 numbers and 4096 words."""

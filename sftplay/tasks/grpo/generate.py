@@ -87,6 +87,8 @@ class PromptSampler:
         """
         if self.usable is None:
             try:
+                if "generate" in vars(model):
+                    raise CannotShare("its generate has been replaced")
                 with self.within(model):
                     generate()
             except Decided:
@@ -131,7 +133,9 @@ class PromptSampler:
         with tuned_for_decoding(model):
             if self.usable is None:
                 prove(model, input_ids, rows.mask)
-                prove_draws(len(input_ids), model.config.get_text_config().vocab_size, input_ids.device)
+                prove_draws(
+                    min(len(input_ids), PROOF_DRAWS), model.config.get_text_config().vocab_size, input_ids.device
+                )
                 raise Decided
             self.batches.retry(len(input_ids), lambda size: rows.run(size, prompts=-(-size // self.rows_per_prompt)))
         self._logps = rows.logps[:, : rows.longest].tolist() if self.records else None
@@ -153,8 +157,8 @@ def refuse(model: Any, processors: Any, criteria: Any, config: Any, model_kwargs
     text = model.config.get_text_config()
     if (kind := (getattr(text, "rope_parameters", None) or {}).get("rope_type")) in ("dynamic", "longrope"):
         raise CannotShare(f"its positions depend on the longest row ({kind})")
-    if input_device := {"cpu", "cuda"}.isdisjoint({model.device.type}) and model.device.type:
-        raise CannotShare(f"random numbers of {input_device} are not known")
+    if model.device.type not in ("cpu", "cuda"):
+        raise CannotShare(f"random numbers of {model.device.type} are not known")
     options = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "prefill_chunk_size": None}
     for name, plain in options.items():
         if getattr(config, name, None) not in (plain, None):
@@ -288,6 +292,12 @@ class SampledRows:
 
     def run(self, size: int, *, prompts: int) -> None:
         """Sample all rows that have not ended, `size` at a time; `prompts` are computed at a time."""
+        try:
+            self._run(size, prompts=prompts)
+        finally:
+            self._kept = RowCache(0)  # its memory is free for another attempt
+
+    def _run(self, size: int, *, prompts: int) -> None:
         # The rows of a prompt enter together.
         waiting = sorted((row for row in range(len(self.input_ids)) if row not in self.lengths), key=self._prompt_key)
         waiting.reverse()
@@ -521,8 +531,9 @@ def draws_one_by_one() -> bool:
     return torch.equal(torch.cat([first, last]), numbers[::2])
 
 
+PROOF_DRAWS = 16
 PROOF_TOKENS, PROOF_LENGTHS = (9, 5), (1, 4, 3, 2, 4)
-"""Most tokens of the two prompts, and those of their completions."""
+"""Rows whose draws are compared; most tokens of the two prompts, and those of their completions."""
 
 
 class GivenRows(SampledRows):
