@@ -95,13 +95,12 @@ def test_what_it_pays_rises_in_a_grpo_run_and_not_where_other_rewards_are_learne
     files = (
         write_endings(tmp_path / f"{seed}.jsonl", tokenizer, count, seed=seed) for seed, count in ((1, 300), (2, 9))
     )
-    scorer = train(
-        tmp_path / "scorer", Inputs(tiny_llama, *files), **RUN, train__max_steps=60, tuning__lora__dropout=0.0
-    )
+    learning = {"train__max_steps": 60, "train__effective_batch_size": 16, "tuning__lora__dropout": 0.0}
+    scorer = train(tmp_path / "scorer", Inputs(tiny_llama, *files), **RUN, **learning)
     reward = {"name": "helpful", "use": "model", "path": str(scorer.folder.path), "deadline": HANG_S}
     options = grpo_options(
-        prompts, rewards=[reward], train__max_steps=16, train__effective_batch_size=32, grpo__num_generations=8,
-        train__learning_rate=0.03, logging__steps=1,
+        prompts, rewards=[reward], train__max_steps=14, train__effective_batch_size=32, grpo__num_generations=8,
+        train__learning_rate=0.03, train__lr_scheduler="constant", logging__steps=1, eval__before=False,
     )  # fmt: skip
     paid = [line["reward"] for line in train(tmp_path / "paid", prompts, **options).metrics]
     placebo = {"grpo__placebo_reward": "random"}
