@@ -164,12 +164,12 @@ def refuse(model: Any, processors: Any, criteria: Any, config: Any, model_kwargs
         if getattr(config, name, None) not in (plain, None):
             raise CannotShare(f"{name} is set")
     known_parts = (*EACH_ROW_ALONE, RepetitionPenaltyLogitsProcessor, EosTokenCriteria, MaxLengthCriteria)
-    for each in (*processors, *criteria):
-        if not isinstance(each, known_parts):
-            raise CannotShare(f"{type(each).__name__} sees the whole batch")
+    for part in (*processors, *criteria):
+        if not isinstance(part, known_parts):
+            raise CannotShare(f"{type(part).__name__} sees the whole batch")
 
 
-class Window:
+class Extent:
     """The part of the buffers of keys and values that is in use: the first `rows`, the columns `start` to `end`."""
 
     rows = start = end = columns = 0
@@ -178,24 +178,24 @@ class Window:
 class RowLayer(DynamicLayer):
     """Keys and values of rows that come and go, in a buffer. The newest tokens of all rows are in one column."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, extent: Extent) -> None:
         super().__init__()
-        self.window = window
+        self.extent = extent
         self.keys: Any = None
         self.values: Any = None
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
-        return self.window.end - self.window.start
+        return self.extent.end - self.extent.start
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write the newest tokens, and return keys and values of all, [rows, heads, columns, numbers]."""
-        window, end = self.window, self.window.end + key_states.shape[-2]
-        self.keys[: window.rows, :, window.end : end] = key_states
-        self.values[: window.rows, :, window.end : end] = value_states
+        extent, end = self.extent, self.extent.end + key_states.shape[-2]
+        self.keys[: extent.rows, :, extent.end : end] = key_states
+        self.values[: extent.rows, :, extent.end : end] = value_states
         return (
-            self.keys[: window.rows, :, window.start : end],
-            self.values[: window.rows, :, window.start : end],
+            self.keys[: extent.rows, :, extent.start : end],
+            self.values[: extent.rows, :, extent.start : end],
         )
 
     def reserve(self, like: DynamicLayer, *, rows: int, end: int, columns: int) -> None:
@@ -205,10 +205,10 @@ class RowLayer(DynamicLayer):
 
     def _moved(self, old: Tensor | None, like: Tensor, *, rows: int, end: int, columns: int) -> Tensor:
         # Zeros: what is masked is multiplied by 0, and must not be NaN.
-        window, new = self.window, like.new_zeros(rows, like.shape[1], columns, like.shape[3])
-        if old is not None and window.rows:
-            width = window.end - window.start
-            new[: window.rows, :, end - width : end] = old[: window.rows, :, window.start : window.end]
+        extent, new = self.extent, like.new_zeros(rows, like.shape[1], columns, like.shape[3])
+        if old is not None and extent.rows:
+            width = extent.end - extent.start
+            new[: extent.rows, :, end - width : end] = old[: extent.rows, :, extent.start : extent.end]
         return new
 
 
@@ -216,34 +216,34 @@ class RowCache(Cache):
     """The layers of a model, and what lies where in them."""
 
     def __init__(self, layers: int) -> None:
-        self.window = Window()
-        super().__init__(layers=[RowLayer(self.window) for _ in range(layers)])
+        self.extent = Extent()
+        super().__init__(layers=[RowLayer(self.extent) for _ in range(layers)])
 
     def reserve(self, like: Any, *, rows: int, width: int, tokens: int) -> None:
         """Make room for `rows` in all, the longest with `width` tokens now, and for at most so many more `tokens`."""
         columns = width + min(tokens, max(GROWTH, width // 8))
-        window = self.window
-        used = window.end - window.start
+        extent = self.extent
+        used = extent.end - extent.start
         for layer, example in zip(self.layers, like.layers, strict=True):
             layer.reserve(example, rows=rows, end=width, columns=columns)
-        window.start, window.end, window.columns = width - used, width, columns
+        extent.start, extent.end, extent.columns = width - used, width, columns
 
     def put(self, prompts: Any, of_rows: Tensor) -> None:
         """Add rows: `of_rows` says which of the computed prompts each has, int64 [rows]."""
-        window, first = self.window, self.window.rows
+        extent, first = self.extent, self.extent.rows
         for layer, prompt in zip(self.layers, prompts.layers, strict=True):
-            columns = slice(window.end - prompt.keys.shape[2], window.end)
+            columns = slice(extent.end - prompt.keys.shape[2], extent.end)
             layer.keys[first : first + len(of_rows), :, columns] = prompt.keys[of_rows]
             layer.values[first : first + len(of_rows), :, columns] = prompt.values[of_rows]
-        window.rows += len(of_rows)
+        extent.rows += len(of_rows)
 
     def keep(self, holes: list[int], movers: list[int], *, rows: int) -> None:
         """Keep the first `rows`, after those in the places `movers` have filled the `holes`."""
-        window = self.window
+        extent = self.extent
         for layer in self.layers if holes else ():
             for kept in (layer.keys, layer.values):
-                kept[holes, :, window.start : window.end] = kept[movers, :, window.start : window.end]
-        window.rows = rows
+                kept[holes, :, extent.start : extent.end] = kept[movers, :, extent.start : extent.end]
+        extent.rows = rows
 
 
 class SampledRows:
@@ -255,10 +255,10 @@ class SampledRows:
     ) -> None:  # fmt: skip
         """`input_ids` and `mask`, int64 [rows, tokens], are padded on the left."""
         self.model, self.input_ids, self.mask = model, input_ids, mask
-        self.most = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
+        self.most = min(criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria))
         self.most -= input_ids.shape[1]
-        ends = [each.eos_token_id for each in criteria if isinstance(each, EosTokenCriteria)]
-        self._ends = {token for each in ends for token in each.tolist()}
+        ends = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+        self._ends = {token for tokens in ends for token in tokens.tolist()}
         self._processors = list(processors)
         rows, device = len(input_ids), input_ids.device
         fill = 0 if pad is None else pad.to(device)
@@ -367,15 +367,15 @@ class SampledRows:
 
     def _place(self) -> None:
         """Find the columns of the rows, after some have come, gone or moved."""
-        window, device, live = self._kept.window, self.input_ids.device, self._live
+        extent, device, live = self._kept.extent, self.input_ids.device, self._live
         tokens = [self._count_read(row) for row in live]
-        window.start = window.end - max(tokens)
+        extent.start = extent.end - max(tokens)
         self._positions = torch.tensor(tokens, device=device)[:, None]
         self._rows = torch.tensor(live, device=device)
         self._steps = torch.tensor([self._count_chosen(row) for row in live], device=device)
         self._is_seen: Tensor | None = None
         if min(tokens) < max(tokens):
-            self._is_seen = torch.arange(window.columns, device=device) >= window.end - self._positions
+            self._is_seen = torch.arange(extent.columns, device=device) >= extent.end - self._positions
             if not self._masks_each_query:
                 self._is_seen = self._is_seen.long()
 
@@ -448,18 +448,18 @@ class SampledRows:
 
     def _read(self, tokens: Tensor) -> Tensor:
         """Return the scores after the newest tokens, int64 [rows], in fp32."""
-        kept, window = self._kept, self._kept.window
-        if window.end == window.columns:
+        kept, extent = self._kept, self._kept.extent
+        if extent.end == extent.columns:
             self.beat()
             most = max(self.most - self._count_chosen(row) for row in self._live)
-            kept.reserve(kept, rows=len(self._live), width=window.end - window.start, tokens=most)
+            kept.reserve(kept, rows=len(self._live), width=extent.end - extent.start, tokens=most)
             self._place()
         mask = None
         if self._is_seen is not None:
-            mask = self._is_seen[:, window.start : window.end + 1]
+            mask = self._is_seen[:, extent.start : extent.end + 1]
             mask = mask[:, None, None] if self._masks_each_query else mask
         logits = self._forward(tokens[:, None], mask, self._positions, kept)
-        window.end += 1
+        extent.end += 1
         self._positions = self._positions + 1
         return logits
 
@@ -479,7 +479,7 @@ class Noise:
         """Return the numbers of rows at their steps, fp32 [rows, words]."""
         numbers = torch.empty(len(rows), self._words, device=self._device)
         for step in sorted(set(steps)):
-            places = [place for place, each in enumerate(steps) if each == step]
+            places = [place for place, other in enumerate(steps) if other == step]
             self._source.set_state(self._states[step])
             is_new = step + 1 == len(self._states)
             if self._is_serial:
@@ -564,11 +564,11 @@ def prove(model: Any, input_ids: Tensor, mask: Tensor) -> None:
     asked = [one, one, one, other, other]
     given = [(ids[::-1] * 4)[:length] for ids, length in zip(asked, PROOF_LENGTHS, strict=True)]
     width = max(map(len, asked))
-    ids = torch.tensor([[0] * (width - len(each)) + each for each in asked], device=device)
-    seen = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in asked], device=device)
+    ids = torch.tensor([[0] * (width - len(tokens)) + tokens for tokens in asked], device=device)
+    seen = torch.tensor([[0] * (width - len(tokens)) + [1] * len(tokens) for tokens in asked], device=device)
     rows = GivenRows(model, ids, seen, given=given)
     rows.run(3, prompts=1)
-    found = torch.cat([rows.logps[row, : len(each)] for row, each in enumerate(given)])
+    found = torch.cat([rows.logps[row, : len(tokens)] for row, tokens in enumerate(given)])
     wanted = []
     for before, after in zip(asked, given, strict=True):
         whole = torch.tensor([before + after], device=device)
