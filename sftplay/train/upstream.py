@@ -125,6 +125,12 @@ def last_logits_processor(model: Any, make: Callable[[], Callable[..., Any]]) ->
         del model._get_logits_processor
 
 
+def tuned_for_decoding(model: Any) -> Any:
+    """Return the context in which `generate` reads single tokens: experts are computed by another kernel (transformers
+    5.17, generation/utils.py, `_optimize_model_for_decode`)."""
+    return model._optimize_model_for_decode()
+
+
 def gather_zero3_weights(trainer: Any, *, leaves_out_frozen: bool) -> dict[str, Any] | None:
     """Gather a model that ZeRO-3 shards in 16 bits; only the main rank gets it (deepspeed 0.19, runtime/engine.py)."""
     weights: dict[str, Any] | None = trainer.deepspeed._zero3_consolidated_16bit_state_dict(

@@ -64,6 +64,9 @@ BLOCK_COST = 1.2
 """Cost of a token in a row of prompts and their completions, next to one in padded rows: its attention is computed in
 blocks (`train.shared_prompt`). Measured on a CPU with 4 layers of 128: 1.15 to 1.3; larger models pay less."""
 
+ROOM_TOKENS = 32
+"""Tokens for which the kit's sampler makes room at least, when it makes room for a row (`generate.GROWTH`)."""
+
 LIVE_STREAMS = 4
 """Residual streams that exist at a time in a forward pass without gradients: the embeddings, the input of a layer, the
 output of its attention, and that after its norm."""
@@ -84,11 +87,12 @@ class Rollout:
     """True where these weights are those of an adapter. A fresh one is switched off instead of copied."""
 
     scores_first: bool = False  # True where probabilities under older or frozen weights are computed before the update
+    group: int = 1  # completions of a prompt, for which it is computed once
     limits_probability: bool = False  # True where the likeliest tokens are sorted out (top_p below 1)
     engine: Literal["transformers", "continuous", "vllm_colocate", "vllm_server"] = "transformers"
     engine_bytes: int = 0  # the part of the card that vLLM takes (vllm_colocate)
     engine_sleeps: bool = False  # True where vLLM gives most of it back while the model is updated
-    group: int = 0  # completions that surely have one prompt together in a micro-batch; 0 where each has one
+    learned_group: int = 0  # completions that surely have one prompt together in a micro-batch; 0 where each has one
     labels: ClassVar[Mapping[str, str]] = {
         SCORE: "while completions are scored without gradients",
         BLOCKS: "copies of prompts",
@@ -105,9 +109,9 @@ class Rollout:
     def micro_tokens(self) -> int:
         """Tokens of a micro-batch. Where completions stay with those of their prompt, it has few prompts."""
         rows, prompts = self.micro_batch, self.micro_batch
-        if self.group:
-            is_even = rows % self.group == 0 or self.group % rows == 0
-            prompts = min(rows, -(-rows // self.group) + (0 if is_even else 1))
+        if self.learned_group:
+            is_even = rows % self.learned_group == 0 or self.learned_group % rows == 0
+            prompts = min(rows, -(-rows // self.learned_group) + (0 if is_even else 1))
         return prompts * self.prompt_tokens + rows * self.completion_tokens
 
     def forecast(self, setting: Setting, size: Size, *, sampled: int, share: DeviceShare) -> Forecast:
@@ -156,6 +160,8 @@ def estimate_rollout(
     sampling = {ENGINE: float(rollout.engine_bytes)}
     if not rollout.engine.startswith("vllm"):
         score = SCORE_BYTES + (SORT_BYTES if rollout.limits_probability else 0)
+        if strategy.startswith(("zero3", "fsdp")) or any(kind.sliding_window or kind.mixer for kind in shape.kinds):
+            rollout = replace(rollout, group=1)
         sampling = newest_token(shape, execution, rollout=rollout, score_bytes=score)
     phases = {DRAW: {**resident, **sampling}}
     if strategy.startswith("zero3") and rollout.engine != "vllm_server":
@@ -169,7 +175,7 @@ def estimate_rollout(
         layer = forward_layer(shape, execution, rows=size.rows, seq=size.seq) + rounded
         phases[SCORE] = {**resident, ENGINE: awake, **({"head": head} if head >= layer else {"layer": layer})}
     phases |= {name: {**parts, REFERENCE: reference, ENGINE: awake} for name, parts in update.items()}
-    if rollout.group:
+    if rollout.learned_group:
         one = block_bytes(shape, execution, rollout=rollout)
         layers = 1 if execution.checkpointing else shape.layers
         for name, number in ((SCORE, 1), ("head", layers), ("layer", layers)):
@@ -193,6 +199,11 @@ def newest_token(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout,
     `score_bytes` are those of a score of the newest token in all its copies.
     """
     number, prompt = rollout.completions, rollout.prompt_tokens
+    # With groups: prompts are computed so many at a time, next to the rows that they are copied to. The rows have room
+    # for the first completion tokens (`generate.RowCache`).
+    prompts = -(-number // rollout.group)
+    room = min(rollout.completion_tokens - 1, max(ROOM_TOKENS, prompt // 8)) if rollout.group > 1 else 0
+    copied = prompts * prompt if rollout.group > 1 else 0
     rounded = _count_rounded(shape, execution)
     # A layer's keys are copied as they grow. One query a head reads keys that heads share (transformers, `pack_gqa`).
     grown = number * rollout.tokens * _keys_bytes(shape, execution)
@@ -202,8 +213,8 @@ def newest_token(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout,
         "head": float(number * shape.vocab * score_bytes) + rounded,
     }
     early = {
-        CACHE: float(cache_bytes(shape, execution, completions=number, tokens=prompt)),
-        "layer": forward_layer(shape, execution, rows=number, seq=prompt),
+        CACHE: float(cache_bytes(shape, execution, completions=1, tokens=number * (prompt + room) + copied)),
+        "layer": forward_layer(shape, execution, rows=prompts, seq=prompt),
         "head": rounded,
     }
     return max(late, early, key=lambda parts: sum(parts.values()))
@@ -413,11 +424,12 @@ class GrpoPlan(TaskSizing, TaskReport):
             has_reference=grpo.beta > 0,
             continues_adapter=cfg.model.adapter is not None,
             scores_first=outlive or grpo.beta > 0 or grpo.generation.startswith("vllm"),
+            group=grpo.num_generations if grpo.generation == "transformers" else 1,
             limits_probability=grpo.top_p < 1,
             engine=grpo.generation,
             engine_bytes=engine_bytes,
             engine_sleeps=grpo.vllm.sleep,
-            group=grpo.num_generations if keeps_groups(cfg) else 0,
+            learned_group=grpo.num_generations if keeps_groups(cfg) else 0,
         )
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:

@@ -22,6 +22,7 @@ from sftplay.errors import RunError
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
+from sftplay.tasks.grpo.generate import PromptSampler
 from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, loss_mask, order_by_length
 from sftplay.tasks.grpo.rollouts import (
     dtypes_kept,
@@ -136,6 +137,11 @@ class SamplingMixin(StepTrainerMixin):
         if not isinstance(batch_rows, int):  # all completions of a rollout batch
             batch_rows = int(args.per_device_train_batch_size * args.steps_per_generation)
         self._generation_batches = AdaptiveBatches(batch_rows, "generation")
+        self.prompt_sampler = PromptSampler(
+            self._generation_batches,
+            rows_per_prompt=grpo.num_generations,
+            beat=lambda: self.heartbeat.enter(self.heartbeat.phase),
+        )
         self.micro_batcher = None  # TRL cuts a rollout batch
         self.last_rows: list[int] = []  # prompts in this rank's last step
         self.facts = {"rewards": scorer.training_weights, "executor": scorer.rewards.executor or None}
@@ -303,6 +309,9 @@ class SamplingMixin(StepTrainerMixin):
         is_needed = self.variants.needs_sampler
         if self.use_vllm or not (is_needed or self.logprob_check.is_due(self.state.global_step)):
             return self._generate_rows(prompts, *given, **named)
+        if self._shares_prompts(prompts, *given, **named):
+            with replaced_attributes(self.prompt_sampler, records=True, top=self.variants.top):
+                return self._generate_rows(prompts, *given, **named)
         with record_logprobs(self.accelerator.unwrap_model(self.model_wrapped), top=self.variants.top) as rows:
             completion_ids, _ = self._generate_rows(prompts, *given, **named)
         if len(rows) < len(completion_ids):  # a wrapper around the model hides its generation
@@ -312,8 +321,21 @@ class SamplingMixin(StepTrainerMixin):
             return completion_ids, None
         return completion_ids, [row.cut(len(ids)) for row, ids in zip(rows, completion_ids, strict=True)]
 
+    def _shares_prompts(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> bool:
+        """Return whether the kit's sampler is used, which the first call decides."""
+        if self.cfg.grpo.generation != "transformers" or has_sharded_weights(self):  # there ranks generate in lockstep
+            return False
+        model, generate = self.accelerator.unwrap_model(self.model_wrapped), super()._generate_single_turn
+        with eval_mode(self.model_wrapped):
+            return self.prompt_sampler.is_usable(model, lambda: generate(prompt_ids, *given, **named))
+
     def _generate_rows(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         """Generate as TRL does, without dropout; with transformers as many completions at a time as memory allows."""
+        if self._shares_prompts(prompt_ids, *given, **named):
+            sampler = self.prompt_sampler
+            with eval_mode(self.model_wrapped), sampler.within(self.accelerator.unwrap_model(self.model_wrapped)):
+                completion_ids, _ = super()._generate_single_turn(prompt_ids, *given, **named)
+            return completion_ids, sampler.take_logps(map(len, completion_ids))
         if self.cfg.grpo.generation != "transformers":
             is_continuous = self.cfg.grpo.generation == "continuous"
             keeps_dtypes = dtypes_kept(self.args, self.accelerator.device) if is_continuous else nullcontext()
