@@ -27,9 +27,6 @@ STEPS = 45
 
 N_HELD_OUT = 90
 
-AGAIN = 15
-"""Steps, of all parts of the run, whose programs run again without a box; the workflow does so with all in theirs."""
-
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -78,13 +75,13 @@ def test_the_warm_model_learns_to_pass_the_tests_and_another_executor_agrees(tmp
         "--run",
         "toy-grpo",
         "--n",
-        AGAIN,
+        STEPS,
         "--json",
         "sandbox.executor=none",
     )
     found = json.loads(call(sys.executable, "-m", "sftplay", "reward-check", *words))
     counts = [(each["name"], each["n"], each["differ"]) for each in found]
-    assert counts == [("tests", AGAIN * 64, 0), ("syntax", AGAIN * 64, 0)]
+    assert counts == [("tests", STEPS * 64, 0), ("syntax", STEPS * 64, 0)]
 
 
 def test_with_weight_decay_constant_rewards_shrink_the_weights_and_nothing_else(inputs: Inputs, tmp_path: Path):
