@@ -6,6 +6,7 @@ heavy loading is shared, every completion begins alike, and nothing leaks from o
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -24,9 +25,9 @@ from math import isfinite
 from multiprocessing import get_context
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, get_type_hints
 
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import ConfigError, MachineError, SftplayError, nearest_names
 from sftplay.reward.reward_set import LONGEST_REASON, START_S, kill_group
 from sftplay.reward.table import load_function
 from sftplay.signals import STOP_SIGNALS, die_with_parent
@@ -34,8 +35,15 @@ from sftplay.signals import STOP_SIGNALS, die_with_parent
 if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
 
-SHIPPED_ENVIRONMENTS: dict[str, str] = {}
-SHIPPED_TOOLS: dict[str, str] = {}
+SHIPPED_ENVIRONMENTS = {
+    "twenty_questions": "sftplay.environments.twenty_questions:make",
+    "openenv": "sftplay.environments.openenv:make",
+    "verifiers": "sftplay.environments.verifiers:make",
+}
+SHIPPED_TOOLS = {
+    "calculator": "sftplay.environments.calculator:calculator",
+    "python": "sftplay.environments.python:python",
+}
 """Name in a config -> `module:function`."""
 
 MOST_CHARACTERS = 1 << 20
@@ -127,7 +135,8 @@ class EnvironmentHost:
             raise ConfigError(what, where=f"grpo.{'environment' if spec.environment else 'tools'}", fix=fix) from None
         if "error" in told:
             self.close()
-            raise ConfigError(**told["error"])
+            kind = told["error"].pop("kind")
+            raise (MachineError if kind == "MachineError" else ConfigError)(**told["error"])
         self.tools, self.owned = told["tools"], frozenset(told["owned"])
 
     def fork(self, seed: int) -> EnvironmentProcess:
@@ -277,8 +286,9 @@ def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describ
             schemas = [_describe(name, tool, spec.tool_options.get(name, {})) for name, tool in described.items()]
             text = json.dumps(schemas, ensure_ascii=False) if schemas else ""
             told: dict[str, Any] = {"tools": text, "owned": sorted(owned)}
-        except ConfigError as error:
-            told = {"error": {"what": error.what, "where": error.where, "fix": error.fix}}
+        except SftplayError as error:
+            said = {"what": error.what, "where": error.where, "fix": error.fix}
+            told = {"error": {"kind": type(error).__name__, **said}}
         control.sendall(json.dumps(told).encode() + b"\n")
         while "error" not in told:
             order = _receive(control, None)
@@ -332,6 +342,13 @@ def _make(spec: EnvironmentSpec) -> tuple[Any, dict[str, Callable[..., Any]], se
     if unknown := sorted(spec.tool_options.keys() - tools.keys()):
         fix = f"there are {', '.join(tools)}" if tools else "name the tool in grpo.tools"
         raise ConfigError(f"options for {unknown[0]}, which is no tool here", where="grpo.tool_options", fix=fix)
+    for name, tool in tools.items():
+        options, known = spec.tool_options.get(name, {}), inspect.signature(tool).parameters
+        if strange := sorted(options.keys() - known.keys()):
+            fix = f"it takes {', '.join(known) or 'none'}"
+            raise ConfigError(f"{name} has no argument {strange[0]!r}", where=f"grpo.tool_options.{name}", fix=fix)
+        if prepare := getattr(tool, "prepare", None):  # what all completions share, and what is refused before any
+            prepare(**options)
     return environment, {**tools, **owned}, set(owned)
 
 
@@ -344,24 +361,27 @@ def _add_tool(tools: dict[str, Callable[..., Any]], tool: Any, *, where: str) ->
     tools[name] = tool
 
 
+def shown_parameters(tool: Callable[..., Any], options: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """Return the arguments that the model sees: neither those of the config, nor those behind a `*`."""
+    parameters = inspect.signature(tool).parameters.values()
+    return [each for each in parameters if each.kind is not each.KEYWORD_ONLY and each.name not in options]
+
+
 def _describe(name: str, tool: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool in OpenAI's form, without the arguments that the config gives."""
+    """Return a tool in OpenAI's form, with the arguments that the model sees."""
     from transformers.utils.chat_template_utils import get_json_schema
 
+    shown = shown_parameters(tool, options)
     try:
-        schema: dict[str, Any] = get_json_schema(tool)
-        parameters = schema["function"]["parameters"]
+        seen: Any = partial(tool)  # with another signature, which both the helper and typing read
+        hints = get_type_hints(tool)
+        seen.__name__, seen.__doc__, seen.__signature__ = name, inspect.getdoc(tool), inspect.Signature(shown)
+        seen.__annotations__ = {each.name: hints[each.name] for each in shown if each.name in hints}
+        schema: dict[str, Any] = get_json_schema(seen)
     except Exception as error:  # a border to foreign code, and to its types
         what = f"the tool {name} has no schema: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         fix = "give each argument a type, and a line under `Args:` in the docstring; docs/environments.md has an example"
         raise ConfigError(what, where="grpo.tools", fix=fix) from None
-    if unknown := sorted(options.keys() - parameters["properties"].keys()):
-        fix = f"it takes {', '.join(parameters['properties']) or 'none'}"
-        raise ConfigError(f"{name} has no argument {unknown[0]!r}", where=f"grpo.tool_options.{name}", fix=fix)
-    for option in options:
-        del parameters["properties"][option]
-    if "required" in parameters:
-        parameters["required"] = [argument for argument in parameters["required"] if argument not in options]
     schema["function"].pop("return", None)
     return schema
 
@@ -405,8 +425,12 @@ def _answer(
         if "close" in request:
             getattr(environment, "close", lambda: None)()
             return {"answer": None}
-        name = request["call"]
-        found = partial(tools[name], **options.get(name, {}))(**request["arguments"])
+        name, arguments = request["call"], request["arguments"]
+        given = options.get(name, {})
+        known = [each.name for each in shown_parameters(tools[name], given)]
+        if strange := sorted(arguments.keys() - set(known)):
+            raise Failed(f"has no argument {strange[0]!r}; it takes {', '.join(known) or 'none'}")
+        found = tools[name](**arguments, **given)
         if found is None or not isinstance(found, str | bool | int | float | list | tuple | dict):
             raise Failed(f"returned {'None' if found is None else f'a {type(found).__name__}'}, which is no text")
         return {"answer": expect_text(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))}
