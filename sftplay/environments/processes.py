@@ -27,6 +27,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, get_type_hints
 
+from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
 from sftplay.errors import ConfigError, MachineError, SftplayError, nearest_names
 from sftplay.reward.reward_set import LONGEST_REASON, START_S, kill_group
 from sftplay.reward.table import load_function
@@ -34,17 +35,6 @@ from sftplay.signals import STOP_SIGNALS, die_with_parent
 
 if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
-
-SHIPPED_ENVIRONMENTS = {
-    "twenty_questions": "sftplay.environments.twenty_questions:make",
-    "openenv": "sftplay.environments.openenv:make",
-    "verifiers": "sftplay.environments.verifiers:make",
-}
-SHIPPED_TOOLS = {
-    "calculator": "sftplay.environments.calculator:calculator",
-    "python": "sftplay.environments.python:python",
-}
-"""Name in a config -> `module:function`."""
 
 MOST_CHARACTERS = 1 << 20
 """Most characters of one answer of an environment or a tool; more would fit no model."""
@@ -426,6 +416,8 @@ def _answer(
             getattr(environment, "close", lambda: None)()
             return {"answer": None}
         name, arguments = request["call"], request["arguments"]
+        if name not in tools:
+            raise Failed(f"is no tool; there are {', '.join(tools) or 'none'}")
         given = options.get(name, {})
         known = [each.name for each in shown_parameters(tools[name], given)]
         if strange := sorted(arguments.keys() - set(known)):
