@@ -141,7 +141,10 @@ class ParsedCalls:
 
 
 PROBE_TEXT = "Pong."
-PROBE_CALLS = (Call("find_stone", '{"stone": "grey slate"}', "callstone"), Call("find_tree", '{"tree": "oak"}', "calltrees"))
+PROBE_CALLS = (
+    Call("find_stone", '{"stone": "grey slate"}', "callstone"),
+    Call("find_tree", '{"tree": "oak"}', "calltrees"),
+)
 
 _PROBE_TOOLS = tools_text(
     [
@@ -173,7 +176,9 @@ class Dialogue:
             raise DataError(what, where=TEMPLATE, fix="set data.template")
         if tools:
             found.calls = found._find_calls(named)
-        for turns in probe_dialogues(has_calls=bool(tools), has_environment=has_environment, thinks="</think>" in renderer.template):
+        for turns in probe_dialogues(
+            has_calls=bool(tools), has_environment=has_environment, thinks="</think>" in renderer.template
+        ):
             try:
                 found._check(turns)
             except DataError as error:

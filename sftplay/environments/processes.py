@@ -268,7 +268,9 @@ def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describ
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.setpgid(0, 0)
     os.dup2(2, 1)  # what make prints is no output of the command
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # copies share the cores, and threads end in a fork
+    os.environ.update(
+        OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"
+    )  # copies share the cores, and threads end in a fork
     with suppress(EOFError, OSError):  # the parent has left
         try:
             environment, tools, owned = _make(spec)
@@ -370,7 +372,9 @@ def _describe(name: str, tool: Callable[..., Any], options: Mapping[str, Any]) -
         schema: dict[str, Any] = get_json_schema(seen)
     except Exception as error:  # a border to foreign code, and to its types
         what = f"the tool {name} has no schema: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        fix = "give each argument a type, and a line under `Args:` in the docstring; docs/environments.md has an example"
+        fix = (
+            "give each argument a type, and a line under `Args:` in the docstring; docs/environments.md has an example"
+        )
         raise ConfigError(what, where="grpo.tools", fix=fix) from None
     schema["function"].pop("return", None)
     return schema
