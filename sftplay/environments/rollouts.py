@@ -1,4 +1,4 @@
-"""Completions of several turns: what the model samples, answered by tools and an environment, as one stream of tokens."""
+"""Completions of several turns: tools and an environment answer what the model samples, in one stream of tokens."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class _Rollout:
             self.record.ended = "tokens" if is_cut else "answer"
             return
         else:
-            asked, answers = (), self._step(text, limit)
+            asked, answers = [], self._step(text, limit)
         if self.is_going:
             self._append(asked, answers)
 
@@ -337,7 +337,7 @@ def compute_turn_figures(records: Sequence[TurnRecord]) -> dict[str, float | Non
         "tool_calls": sum(record.n_calls for record in records) / n,
         "tool_failures": sum(record.n_failures for record in records) / n,
         "environment_tokens": sum(record.environment_tokens for record in records) / n,
-        **{f"ended/{end}": ends[end] / n for end in get_args(Ended)},
+        **{f"ended/{end}_share": ends[end] / n for end in get_args(Ended)},
     }
 
 

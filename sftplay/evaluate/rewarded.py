@@ -90,7 +90,7 @@ def reward_answers(
     by_answer = zip(*(scores.values for scores in scored.by_name.values()), strict=True)
     values = [dict(zip(scored.by_name, scores, strict=True)) for scores in by_answer]
     sums = combined(scored, reward_set.weights)
-    happened = list(records) or [None] * len(asked)
+    happened: Sequence[TurnRecord | None] = records or [None] * len(asked)
     return list(map(Rewarded, asked, answers, n_tokens, values, sums, scored.verdicts, happened))
 
 
