@@ -54,9 +54,9 @@ def act(order: str, number: int) -> Any:
     if order == "exit":
         raise SystemExit(3)
     wrong = {
-        "bytes": (b"text", 1.0, False), "two": ("text", 1.0), "none": (None, 1.0, False), "nan": ("text", float("nan"), False),
-        "word": ("text", "much", False), "maybe": ("text", 1.0, "no"), "half": ("\ud800", 1.0, False),
-        "number": (str(number), 0.0, True), "nothing": None,
+        "bytes": (b"text", 1.0, False), "two": ("text", 1.0), "none": (None, 1.0, False),
+        "nan": ("text", float("nan"), False), "word": ("text", "much", False), "maybe": ("text", 1.0, "no"),
+        "half": ("\ud800", 1.0, False), "number": (str(number), 0.0, True), "nothing": None,
     }  # fmt: skip
     if order == "big":
         return "x" * 200_000_000, 1.0, False

@@ -109,7 +109,7 @@ def test_a_copy_that_hangs_dies_with_its_children_and_others_go_on(host: Environ
         one.ask(step="again")
     assert other.ask(step="x") == ["turn 1", 0.5, False]
     other.end()
-    wait_until(lambda: one._pid not in map(_group, filter(str.isdecimal, os.listdir("/proc"))))
+    wait_until(lambda: one._pid not in [_group(path.name) for path in Path("/proc").glob("[0-9]*")])
 
 
 def _group(pid: str) -> int:
