@@ -74,6 +74,11 @@ class RolloutIds(list[int]):
         self.record = TurnRecord()
 
     @property
+    def written(self) -> list[int]:
+        """The tokens that the model wrote."""
+        return [token for token, flag in zip(self, self.mask, strict=True) if flag]
+
+    @property
     def n_sampled(self) -> int:
         """Tokens that the model wrote."""
         return sum(self.mask)
