@@ -367,9 +367,8 @@ class SamplingMixin(StepTrainerMixin):
         texts = [record.answer for record in records]
         if completion_ids and self.rollouts is None:
             texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-        return self.scorer.score(
-            inputs, texts, heartbeat=self.heartbeat, records=records, completion_ids=completion_ids
-        )
+        written = [ids.written if isinstance(ids, RolloutIds) else ids for ids in completion_ids]
+        return self.scorer.score(inputs, texts, heartbeat=self.heartbeat, records=records, completion_ids=written)
 
     def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], ids: Any) -> Tensor:
         """Score the completions of all ranks: float [completions, rewards], NaN where a reward abstains."""
