@@ -42,7 +42,7 @@ FLOORS = {
         "data.problem",
     ],
     2: ["plan", "launch", "reward", "data"],
-    3: ["reward.model_reward", "data.pipeline", "data.mixture", "data.load_prompts", "model"],
+    3: ["reward.model_reward", "data.pipeline", "data.mixture", "data.load_prompts", "model", "environments"],
     4: ["generate", "data.inspect"],
     5: ["evaluate", "export"],
     6: ["report", "parity"],

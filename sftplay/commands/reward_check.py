@@ -39,14 +39,15 @@ def reward_check(args: Namespace) -> int:
     if args.run:
         return _recheck(args)
     cfg = _expect_rewards(load_checked(args.config, args.overrides, asks_hub=False), args)  # no model answers here
+    from sftplay.environments.processes import open_single_turns
     from sftplay.reward.check import check_rewards, make_error
     from sftplay.reward.reward_set import RewardSet
     from sftplay.runs.reward_check import check_solutions, read_cases
 
     cases = read_cases(cfg, args.n or 32)
-    with RewardSet(cfg) as rewards:
+    with RewardSet(cfg) as rewards, open_single_turns(cfg) as single_turns:
         check_solutions(cfg, rewards)
-        checks = check_rewards(rewards, cases, cfg=cfg)
+        checks = check_rewards(rewards, cases, cfg=cfg, single_turns=single_turns)
     bad = [check for check in checks if check.verdict != "ok"]
     if args.json:
         print(json.dumps([asdict(check) for check in checks]))
@@ -86,10 +87,11 @@ def _recheck(args: Namespace) -> int:
         files = [files[at * len(files) // args.n] for at in range(args.n)] if args.n < len(files) else files
     prepare_environment(cfg)
     from sftplay.data.load_prompts import load_prompts
+    from sftplay.environments.processes import EnvironmentSpec, describe_tools
     from sftplay.model.tokenizer import load_tokenizer
     from sftplay.reward.reward_set import RewardSet
 
-    prompts = load_prompts(cfg, load_tokenizer(cfg.model))
+    prompts = load_prompts(cfg, load_tokenizer(cfg.model), tools=describe_tools(EnvironmentSpec.from_config(cfg)))
     with RewardSet(cfg) as rewards:
         found = recompute(files, prompts.train, columns=prompts.report["columns"], reward_set=rewards)
         executor = rewards.executor

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Question:
     ids: list[int]
     question: str  # the words of its last turn, or the beginning of a plain text
     columns: dict[str, Any]  # the columns that rewards read, by name
+    turns: Sequence[dict[str, Any]] = ()  # the prompt as messages, where an environment may add to it
 
 
 class Questions:
@@ -64,7 +65,8 @@ class Questions:
     def __getitem__(self, number: int) -> Question:
         row = self.rows[number]
         content = json.loads(row["content"])
-        return Question(row["row"], row["input_ids"], content["question"], content["columns"])
+        turns = content.get("turns", ())
+        return Question(row["row"], row["input_ids"], content["question"], content["columns"], turns)
 
     @property
     def row_numbers(self) -> list[int]:
@@ -123,12 +125,16 @@ class Prompts:
     renderer: Renderer
     report: dict[str, Any]  # the content of `data_report.json`
     fingerprint: str  # changes with any prompt or column, held out or not
+    tools: str = ""  # the tools that all prompts show, as JSON text in OpenAI's form; empty for none
 
 
-def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None) -> Prompts:
+def load_prompts(
+    cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None, tools: str | None = None
+) -> Prompts:
     """Return the prompts of `data.train_path`, and those that `data.val_path` or `data.split` holds out.
 
-    `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model. A
+    `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model.
+    `tools` are those that the prompts show, as `describe_tools` writes them; None where completions have one turn. A
     prompt of more than `cfg.prompt_tokens` tokens is left out, or ends the run where `data.too_long` says error: a
     question is not cut. Several processes may call this at once; one reads and the others wait.
 
@@ -139,7 +145,7 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     if data.val_path:
         inputs = [Input(cfg.rows_path, 0.0), Input(data.val_path, 1.0)]
     guarded = [data.test_path] if data.test_path else []
-    prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded)
+    prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, tools=tools)
     if not len(prompts.train):
         report = prompts.report
         went = where_rows_went(report["sources"].get("train", report), refused_rows=report["refused_rows"])
@@ -148,21 +154,25 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     return prompts
 
 
-def prepare_prompts(cfg: RunConfig, tokenizer: Any, *, called: str) -> Prompts:
+def prepare_prompts(cfg: RunConfig, tokenizer: Any, *, called: str, tools: str | None = None) -> Prompts:
     """Call `load_prompts` with a status line, and give the tokenizer the chat template of the prompts."""
     log.status(f"preparing the {called} of {cfg.rows_path}", "data")
-    prompts = load_prompts(cfg, tokenizer)
+    prompts = load_prompts(cfg, tokenizer, tools=tools)
     if prompts.renderer.template is not None:
         tokenizer.chat_template = prompts.renderer.template
     return prompts
 
 
-def load_held_out_prompts(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None) -> Prompts:
+def load_held_out_prompts(
+    cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None, tools: str | None = None
+) -> Prompts:
     """Return all prompts of one file as the held-out side, as for `data.test_path`; `train` is empty."""
-    return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)], guarded=[])
+    return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)], guarded=[], tools=tools)
 
 
-def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str]) -> Prompts:
+def _load(
+    cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str], tools: str | None
+) -> Prompts:
     data, max_tokens = cfg.data, cfg.prompt_tokens
     digests = {path: kept_digest(path, data.processed_dir) for path in (*(given.path for given in inputs), *guarded)}
     path = inputs[0].path
@@ -175,10 +185,15 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
     parts |= {"kind": "prompts", "max_tokens": max_tokens}
     if cfg.task.turns == 2:
         parts["asked"] = "the last turn"
+    turns = None
+    if cfg.task.turns == 1 and cfg.task.learns_from_rewards and (cfg.grpo.environment or cfg.grpo.tools):
+        assert tools is not None, "the prompts would not show the tools"
+        turns = (cfg.grpo.environment is not None, tools)
+        parts["turns"] = turns
     folder = Path(data.processed_dir) / fingerprint(parts)
 
     def write_prompts(unfinished: Path) -> None:
-        _Pass(cfg, renderer, max_tokens=max_tokens).run(inputs, guarded, folder=unfinished)
+        _Pass(cfg, renderer, max_tokens=max_tokens, turns=turns).run(inputs, guarded, folder=unfinished)
         expect_unchanged(digests, data.processed_dir)
 
     ensure_folder(folder, write_prompts)
@@ -187,14 +202,17 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         source["refused_rows"] = str(folder / REFUSED)
     report |= {"fingerprint": folder.name, "files": digests}
     train, held_out = (Questions(Dataset.from_file(str(folder / f"{side}.arrow"))) for side in SIDES)
-    return Prompts(train, held_out, renderer, report, folder.name)
+    return Prompts(train, held_out, renderer, report, folder.name, tools or "")
 
 
 class _Pass:
     """One pass over the files: questions in, token ids and columns on disk, every row counted."""
 
-    def __init__(self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int) -> None:
-        self._renderer, self._max_tokens = renderer, max_tokens
+    def __init__(
+        self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int, turns: tuple[bool, str] | None = None
+    ) -> None:
+        """`turns`: whether an environment may add to prompts, and the tools that they show; None for single turns."""
+        self._renderer, self._max_tokens, self._turns = renderer, max_tokens, turns
         self._asks_last_turn = cfg.task.turns == 2
         self._reading = read_layout_options(cfg.data)
         self._dialect = read_dialect(cfg.data)
@@ -247,6 +265,8 @@ class _Pass:
             if self._asks_last_turn and (more := prompt.extra_content(self._reading.system)):
                 fix = "put what matters into the last turn, or write data.on_bad_row: skip"
                 raise DataError(not_asked(more), fix=fix)
+            if self._turns is not None:
+                prompt = self._with_tools(prompt)
             ids = prompt.prompt(self._renderer)
         except DataError as error:
             outcome.refused, outcome.fix = error.what, error.fix
@@ -258,9 +278,22 @@ class _Pass:
         # Nothing of a prompt is learned; the report only needs the number of tokens of an example.
         outcome.examples = [Example(bytes(4 * len(ids)), b"", 0, is_cut=False, ends_learned=False)]
         self._columns |= dict.fromkeys(columns)
-        content = json.dumps({"question": prompt.question, "columns": columns}, default=str)
+        given: dict[str, Any] = {"question": prompt.question, "columns": columns}
+        if self._turns and self._turns[0]:
+            given["turns"] = [turn.as_json() for turn in prompt.messages]
+        content = json.dumps(given, default=str)
         place = {"path": source.path, "line": source.line, "record": source.record}
         return outcome, {"row": prompt.number, "input_ids": ids, "content": content, **place}
+
+    def _with_tools(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with the run's tools. Raise DataError where it is no chat, or has tools of its own."""
+        assert self._turns is not None
+        if prompt.beginning:
+            raise DataError("is a plain text, which nothing can answer", fix="give the row a prompt or messages")
+        if self._turns[1] and prompt.tools:
+            fix = "remove its tools, or grpo.tools"
+            raise DataError("has tools of its own, but those of the config are called", fix=fix)
+        return replace(prompt, tools=self._turns[1] or prompt.tools)
 
     def _report(self, inputs: list[Input]) -> dict[str, Any]:
         paths = {"train": inputs[0].path, "held_out": inputs[-1].path}

@@ -206,6 +206,32 @@ class GrpoConfig(Section):
     """An experiment that must not learn: the model gets random or constant rewards, and the true ones are measured
     only, as true_reward. None gives the true ones."""
 
+    environment: str | None = None
+    """What answers the model's turns: a function of yours, `path.py:make` or `module:make`, or a shipped environment by
+    name. It returns an object with reset and step (docs/environments.md). Each completion has a copy of it in a process
+    of its own. None: a completion is one turn, or as many as its calls of grpo.tools ask for. TRL calls it
+    environment_factory."""
+
+    environment_options: dict[str, Any] = Field(default_factory=dict)
+    """What the environment is made with, by name: `{size: 5}` calls make(size=5)."""
+
+    tools: list[str] = Field(default_factory=list)
+    """Functions that the model may call: `path.py:NAME` or `module:NAME`, typed and documented, or shipped tools by
+    name. The chat template shows them to the model, and the answer goes back to it as a turn of role tool."""
+
+    tool_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Arguments of tools that the config gives and the model neither sees nor sets, by the name of the function:
+    `{search: {folder: pages}}`."""
+
+    max_turns: Positive = 10
+    """Most turns of the model in a completion, where an environment or tools answer it. max_completion_length counts
+    the tokens of all turns, what is answered included. TRL sets no limit (max_tool_calling_iterations)."""
+
+    step_deadline: PositiveFloat = 10.0
+    """Seconds that an environment may take for reset or step, and a tool for a call. A tool that takes longer is ended,
+    and the model reads so; an environment that does ends the completion, from which nothing is learned. TRL waits for
+    ever."""
+
     extra: dict[str, Any] = Field(default_factory=dict)
     """Any other field of TRL's GRPOConfig, by its own name. It is checked against the fields of the installed
     version."""

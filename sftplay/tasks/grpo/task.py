@@ -12,6 +12,8 @@ from trl import GRPOConfig, GRPOTrainer
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import prepare_prompts, prompts_table
+from sftplay.environments.processes import EnvironmentSpec, describe_tools
+from sftplay.environments.rollouts import Rollouts
 from sftplay.evaluate.evaluate import evenly_spaced
 from sftplay.evaluate.rewarded import evaluate_prompts
 from sftplay.launch.generation_server import DEFAULT_URL, URL
@@ -93,7 +95,7 @@ class PromptTrainer(SamplingMixin, GRPOTrainer):
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
     """Load the prompts in `cfg.data`, and set the tokenizer's chat template. Raise DataError where none is left."""
-    prompts = prepare_prompts(cfg, tokenizer, called="prompts")
+    prompts = prepare_prompts(cfg, tokenizer, called="prompts", tools=describe_tools(EnvironmentSpec.from_config(cfg)))
     order, known = find_run_order(cfg, prompts)
     return Rows(
         train=PromptRows(prompts.train, order),
@@ -128,6 +130,7 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
     arguments = {**parts.arguments, **grpo_arguments(cfg)}
     if cfg.grpo.generation.startswith("vllm"):  # vLLM reads its own copy of the model's generation config
         arguments["generation_kwargs"] = {"stop_token_ids": ends, **(arguments.get("generation_kwargs") or {})}
+    rollouts = Rollouts.open(cfg, parts.rows.source, end_ids=ends)
     config = GRPOConfig(**arguments, reward_weights=list(scorer.training_weights.values()))
     frozen = [WatchBaseWeights(parts.folder)] if cfg.tuning.mode != "full" else []
     trainer = PromptTrainer(
@@ -135,6 +138,7 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
         cfg=cfg,
         run_folder=parts.folder.path,
         scorer=scorer,
+        rollouts=rollouts,
         questions=parts.rows.source.train,
         model=parts.model,
         processing_class=parts.tokenizer,

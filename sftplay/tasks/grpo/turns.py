@@ -1,0 +1,79 @@
+"""Completions of several turns in the trainer: who samples them, and how TRL and the scores get them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+from sftplay.data.load_prompts import Question
+from sftplay.environments.rollouts import RolloutIds, TurnRecord
+from sftplay.model.out_of_memory import gather_objects
+from sftplay.tasks.grpo.rollouts import replaced_attributes
+from sftplay.train.preflight import has_sharded_weights
+
+
+class Tokens(list[int]):
+    """Tokens of a question. TRL makes a deep copy; a copy of each number costs more than reading them."""
+
+    def __init__(self, question: Question) -> None:
+        super().__init__(question.ids)
+        self.question = question
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Self:
+        return type(self)(self.question)
+
+
+def roll_out(trainer: Any, questions: Sequence[Question], sample: Any) -> tuple[list[RolloutIds], Any]:
+    """Return a completion of each question, and the log-probabilities of its tokens where the sampler returns them.
+
+    `sample` takes what TRL's `_generate_single_turn` takes. Equal questions need not stand together in later turns.
+    """
+    has_logps = False
+
+    def sample_turn(prompts: list[list[int]], most: int) -> Any:
+        nonlocal has_logps
+        with limited_to(trainer, most):
+            ids, logps = sample(prompts, None, {}, 1)
+        has_logps |= logps is not None
+        return ids, logps
+
+    def count_going(n: int) -> int:
+        in_lockstep = has_sharded_weights(trainer) or trainer.use_vllm
+        return max(gather_objects(n, trainer.heartbeat)) if in_lockstep else n
+
+    trainer.rollouts.beat = lambda: trainer.heartbeat.enter(trainer.heartbeat.phase)
+    completions = trainer.rollouts.run(questions, sample_turn, count_going=count_going)
+    return completions, [ids.logps for ids in completions] if has_logps else None
+
+
+@contextmanager
+def limited_to(trainer: Any, most: int) -> Iterator[None]:
+    """Inside, the trainer samples at most so many new tokens."""
+    if trainer.use_vllm:
+        with replaced_attributes(trainer.vllm_generation, max_completion_length=most):
+            yield
+        return
+    with replaced_attributes(trainer.generation_config, max_new_tokens=most):
+        yield
+
+
+def as_rollouts(prompts: Sequence[list[int]], completion_ids: Sequence[list[int]], logps: Any) -> dict[str, Any]:
+    """Return completions in the form that TRL wants of a `rollout_func` (trl 1.16, `_generate`)."""
+    pairs = list(zip(prompts, completion_ids, strict=True))
+    return {
+        "prompt_ids": [ids.prompt_ids if isinstance(ids, RolloutIds) else prompt for prompt, ids in pairs],
+        "completion_ids": list(completion_ids),
+        "logprobs": logps,
+        "env_mask": [ids.mask if isinstance(ids, RolloutIds) else [1] * len(ids) for ids in completion_ids],
+    }
+
+
+def count_sampled(ids: list[int]) -> int:
+    """Count the tokens of a completion that the model wrote."""
+    return ids.n_sampled if isinstance(ids, RolloutIds) else len(ids)
+
+
+def read_records(completion_ids: Sequence[list[int]]) -> list[TurnRecord]:
+    """Return what happened in each completion of several turns; empty for completions of one turn."""
+    return [ids.record for ids in completion_ids if isinstance(ids, RolloutIds)]
