@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 CODE_TESTS = "code_tests"  # the reward whose programs run in the sandbox
 MODEL = "model"  # the reward that a trained model gives
+ENVIRONMENT = "environment"  # the reward that grpo.environment gives in the turns of a completion
 
 
 class RewardConfig(Section):
@@ -25,8 +26,8 @@ class RewardConfig(Section):
     """Name of the reward in logs, metrics and reports: letters, digits, `_` and `-`. Each reward has its own."""
 
     use: str
-    """What computes it: format, syntax, length, overlong, repetition, exact_match, regex, json_schema, math, code_tests
-    or model; or your own function, as `module:function` or `path.py:function`. It gets `completions` and the columns
+    """What computes it: format, syntax, length, overlong, repetition, exact_match, regex, json_schema, math, code_tests,
+    model or environment; or your own function, as `module:function` or `path.py:function`. It gets `completions` and the columns
     of their rows by name, and returns a number for each completion, or None where nothing is known."""
 
     path: UserPath | None = None
@@ -98,6 +99,10 @@ def broken_reward_rules(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 (f"rewards.{number}.use", "task_mode"), what, fix="use a reward of 0 to 1, or task_mode: grpo"
             )
+        if reward.use == ENVIRONMENT and (cfg.task_mode != "grpo" or cfg.grpo.environment is None):
+            what = "nothing gives the reward environment: there is no grpo.environment"
+            fix = "name one in task_mode grpo, or use another reward"
+            yield Problem((f"rewards.{number}.use", "grpo.environment"), what, fix=fix)
         if reward.use != MODEL and reward.path is not None:
             what = f"{reward.path} is given, but {reward.use} asks no model"
             yield Problem((path, f"rewards.{number}.use"), what, fix=f"write use: {MODEL}, or remove path")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Question:
     ids: list[int]
     question: str  # the words of its last turn, or the beginning of a plain text
     columns: dict[str, Any]  # the columns that rewards read, by name
+    turns: Sequence[dict[str, Any]] = ()  # the prompt as messages, where an environment may add to it
 
 
 class Questions:
@@ -64,7 +65,8 @@ class Questions:
     def __getitem__(self, number: int) -> Question:
         row = self.rows[number]
         content = json.loads(row["content"])
-        return Question(row["row"], row["input_ids"], content["question"], content["columns"])
+        turns = content.get("turns", ())
+        return Question(row["row"], row["input_ids"], content["question"], content["columns"], turns)
 
     @property
     def row_numbers(self) -> list[int]:
@@ -123,6 +125,7 @@ class Prompts:
     renderer: Renderer
     report: dict[str, Any]  # the content of `data_report.json`
     fingerprint: str  # changes with any prompt or column, held out or not
+    tools: str = ""  # the tools that all prompts show, as JSON text in OpenAI's form; empty for none
 
 
 def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None) -> Prompts:
@@ -132,7 +135,8 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     prompt of more than `cfg.prompt_tokens` tokens is left out, or ends the run where `data.too_long` says error: a
     question is not cut. Several processes may call this at once; one reads and the others wait.
 
-    Raise DataError where a file cannot be read, a row has no question and the config says error, or no prompt is left.
+    Raise DataError where a file cannot be read, a row has no question and the config says error, or no prompt is left;
+    ConfigError where the tools of task grpo cannot be described.
     """
     data = cfg.data
     inputs = [Input(cfg.rows_path, held_out_share(cfg))]
@@ -175,10 +179,17 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
     parts |= {"kind": "prompts", "max_tokens": max_tokens}
     if cfg.task.turns == 2:
         parts["asked"] = "the last turn"
+    tools, turns = "", None
+    if cfg.task_mode == "grpo" and (cfg.grpo.environment or cfg.grpo.tools):
+        from sftplay.environments.processes import EnvironmentSpec, describe_tools
+
+        tools = describe_tools(EnvironmentSpec.from_config(cfg))
+        turns = (cfg.grpo.environment is not None, tools)
+        parts["turns"] = turns
     folder = Path(data.processed_dir) / fingerprint(parts)
 
     def write_prompts(unfinished: Path) -> None:
-        _Pass(cfg, renderer, max_tokens=max_tokens).run(inputs, guarded, folder=unfinished)
+        _Pass(cfg, renderer, max_tokens=max_tokens, turns=turns).run(inputs, guarded, folder=unfinished)
         expect_unchanged(digests, data.processed_dir)
 
     ensure_folder(folder, write_prompts)
@@ -187,14 +198,17 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         source["refused_rows"] = str(folder / REFUSED)
     report |= {"fingerprint": folder.name, "files": digests}
     train, held_out = (Questions(Dataset.from_file(str(folder / f"{side}.arrow"))) for side in SIDES)
-    return Prompts(train, held_out, renderer, report, folder.name)
+    return Prompts(train, held_out, renderer, report, folder.name, tools)
 
 
 class _Pass:
     """One pass over the files: questions in, token ids and columns on disk, every row counted."""
 
-    def __init__(self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int) -> None:
-        self._renderer, self._max_tokens = renderer, max_tokens
+    def __init__(
+        self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int, turns: tuple[bool, str] | None = None
+    ) -> None:
+        """`turns`: whether an environment may add to the prompts, and the tools that they show; None for single turns."""
+        self._renderer, self._max_tokens, self._turns = renderer, max_tokens, turns
         self._asks_last_turn = cfg.task.turns == 2
         self._reading = read_layout_options(cfg.data)
         self._dialect = read_dialect(cfg.data)
@@ -247,6 +261,8 @@ class _Pass:
             if self._asks_last_turn and (more := prompt.extra_content(self._reading.system)):
                 fix = "put what matters into the last turn, or write data.on_bad_row: skip"
                 raise DataError(not_asked(more), fix=fix)
+            if self._turns is not None:
+                prompt = self._with_tools(prompt)
             ids = prompt.prompt(self._renderer)
         except DataError as error:
             outcome.refused, outcome.fix = error.what, error.fix
@@ -258,9 +274,22 @@ class _Pass:
         # Nothing of a prompt is learned; the report only needs the number of tokens of an example.
         outcome.examples = [Example(bytes(4 * len(ids)), b"", 0, is_cut=False, ends_learned=False)]
         self._columns |= dict.fromkeys(columns)
-        content = json.dumps({"question": prompt.question, "columns": columns}, default=str)
+        given: dict[str, Any] = {"question": prompt.question, "columns": columns}
+        if self._turns and self._turns[0]:
+            given["turns"] = [turn.as_json() for turn in prompt.messages]
+        content = json.dumps(given, default=str)
         place = {"path": source.path, "line": source.line, "record": source.record}
         return outcome, {"row": prompt.number, "input_ids": ids, "content": content, **place}
+
+    def _with_tools(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with the run's tools. Raise DataError where it is no chat, or has tools of its own."""
+        assert self._turns is not None
+        if prompt.beginning:
+            raise DataError("is a plain text, which nothing can answer", fix="give the row a prompt or messages")
+        if self._turns[1] and prompt.tools:
+            fix = "remove its tools, or grpo.tools"
+            raise DataError("has tools of its own, but those of the config are called", fix=fix)
+        return replace(prompt, tools=self._turns[1] or prompt.tools)
 
     def _report(self, inputs: list[Input]) -> dict[str, Any]:
         paths = {"train": inputs[0].path, "held_out": inputs[-1].path}

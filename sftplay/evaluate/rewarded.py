@@ -15,6 +15,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Question
 from sftplay.evaluate.code import mean_pass_at_k
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer, write_measurement
+from sftplay.environments.rollouts import TurnRecord, abstain_where_failed, compute_turn_figures, turn_columns
 from sftplay.generate.generate import Generator, answer_all
 from sftplay.reward.reward_set import RewardSet, aligned, combined
 from sftplay.reward.table import has_full_value
@@ -41,6 +42,7 @@ class Rewarded:
     """Their weighted sum."""
 
     verdict: dict[str, Any] | None
+    record: TurnRecord | None = None  # of a completion of several turns
 
     def passes(self, content: Sequence[str]) -> bool | None:
         """Return whether each of the rewards `content` gives 1; None where one has no value, or there are none."""
@@ -59,6 +61,7 @@ class Rewarded:
             "rewards": self.rewards,
             "reward": self.reward,
             "verdict": self.verdict,
+            **(self.record.as_json() if self.record else {}),
         }
 
 
@@ -74,16 +77,20 @@ def reward_answers(
     columns: Sequence[str],
     answers: Sequence[str],
     n_tokens: Sequence[int],
+    records: Sequence[TurnRecord] = (),
 ) -> list[Rewarded]:
-    """Return what the rewards say of each answer; `answers` and their lengths in tokens are aligned with `asked`.
+    """Return what the rewards say of each answer; `answers` and their lengths in tokens are aligned with `asked`, and
+    so are `records` where completions have several turns.
 
     `columns` are those that any row has.
     """
-    scored = reward_set.score(list(answers), aligned([question.columns for question in asked], columns))
+    given = aligned([question.columns for question in asked], columns) | turn_columns(records)
+    scored = abstain_where_failed(reward_set.score(list(answers), given), records)
     by_answer = zip(*(scores.values for scores in scored.by_name.values()), strict=True)
     values = [dict(zip(scored.by_name, scores, strict=True)) for scores in by_answer]
     sums = combined(scored, reward_set.weights)
-    return list(map(Rewarded, asked, answers, n_tokens, values, sums, scored.verdicts))
+    happened = list(records) or [None] * len(asked)
+    return list(map(Rewarded, asked, answers, n_tokens, values, sums, scored.verdicts, happened))
 
 
 def compute_figures(answers: Sequence[Rewarded], *, rewards: Sequence[RewardConfig]) -> dict[str, Any]:
@@ -107,6 +114,7 @@ def compute_figures(answers: Sequence[Rewarded], *, rewards: Sequence[RewardConf
         "completion_tokens": fmean(answer.n_tokens for answer in answers),
         "abstained": {name: count for name, values in named.items() if (count := values.count(None))},
         **({"statuses": dict(sorted(statuses.items()))} if statuses else {}),
+        **compute_turn_figures([answer.record for answer in answers if answer.record]),
     }
 
 

@@ -97,6 +97,9 @@ class Shipped:
         return function
 
 
+ENVIRONMENT_REWARD = "environment_reward"
+"""The column with the sum of what an environment gave in the turns of a completion."""
+
 SHIPPED = {
     "format": Shipped("text_rewards", "has_form", "form", options=("form",)),
     "syntax": Shipped("text_rewards", "is_code", "form", columns=("entry_point",)),
@@ -108,6 +111,7 @@ SHIPPED = {
     "json_schema": Shipped("text_rewards", "fits_schema", "form", needs=("schema",)),
     "code_tests": Shipped("code_rewards", "passes_tests", "content", ("tests",), options=("mode", "shown_weight")),
     "model": Shipped("model_reward", "open_scorer", "content", options=("max_tokens",), is_opened=True),
+    "environment": Shipped("text_rewards", "of_environment", "content", (ENVIRONMENT_REWARD,)),
     "math": Shipped("math_rewards", "solves", "content", ("answer",), options=("fallback",)),
 }
 """Name in a config -> reward."""

@@ -39,6 +39,12 @@ def depends_on_cut(trainer: Any) -> str:
     return ""
 
 
+def loss_mask(batch: Batch) -> torch.Tensor:
+    """Return the tokens that are learned from, int64 [rows, tokens]: those that the model wrote."""
+    mask, tools = batch["completion_mask"], batch.get("tool_mask")
+    return mask if tools is None else mask * tools
+
+
 def order_by_length(batches: Sequence[Batch], *, accum: int, trims_prompts: bool) -> list[Batch]:
     """Return the micro-batches of a rollout batch, reordered within each optimizer step (`accum` micro-batches).
 

@@ -21,7 +21,8 @@ from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
-from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, order_by_length
+from sftplay.environments.rollouts import Rollouts
+from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, loss_mask, order_by_length
 from sftplay.tasks.grpo.rollouts import (
     dtypes_kept,
     gathered_root,
@@ -39,6 +40,7 @@ from sftplay.tasks.grpo.scoring import (
     cut_samples,
     write_samples,
 )
+from sftplay.tasks.grpo.turns import Tokens, as_rollouts, count_sampled, read_records, roll_out
 from sftplay.tasks.grpo.watch import read_policy_clip_share
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
@@ -55,13 +57,6 @@ from sftplay.train.upstream import (
 
 CACHED_QUESTIONS = 1024
 """Questions in the cache. TRL reads a row once for each completion and micro-batch."""
-
-
-class Tokens(list[int]):
-    """Tokens of a prompt. TRL makes a deep copy; a copy of each number costs more than reading them."""
-
-    def __deepcopy__(self, _: dict[int, Any]) -> Self:
-        return type(self)(self)
 
 
 class PromptRow(dict[str, Any]):
@@ -87,7 +82,7 @@ class PromptRows:
         """Return a row. `prompt` holds token ids, so that TRL uses the kit's tokens, and takes completions as text."""
         question = self._read(self.order[row])
         return PromptRow(
-            prompt=Tokens(question.ids), row=question.row, question=question.question, columns=question.columns
+            prompt=Tokens(question), row=question.row, question=question.question, columns=question.columns
         )
 
 
@@ -110,7 +105,7 @@ class SamplingMixin(StepTrainerMixin):
 
     def __init__(
         self, step: StepSetup, *, cfg: RunConfig, run_folder: Path, scorer: RewardScorer, questions: Questions,
-        model: Any, args: Any, **named: Any,
+        model: Any, args: Any, rollouts: Rollouts | None = None, **named: Any,
     ) -> None:  # fmt: skip
         has_adapter, grpo = hasattr(model, "get_base_model"), cfg.grpo
         # TRL converts the adapter of a 4-bit base to bf16. With a beta above 0 it copies every adapter, also a new one.
@@ -121,7 +116,11 @@ class SamplingMixin(StepTrainerMixin):
         self.beta = args.beta
         if has_adapter and args.beta and cfg.model.adapter:
             keep_reference(model)
-        self.cfg, self.run_folder, self.scorer = cfg, run_folder, scorer
+        self.cfg, self.run_folder, self.scorer, self.rollouts = cfg, run_folder, scorer, rollouts
+        if rollouts is not None:  # TRL takes prompts and masks from it; it is set here to keep its warning out
+            self.rollout_func = lambda prompts, _: as_rollouts(
+                prompts, *self._generate_single_turn(prompts, None, {}, self.num_generations)
+            )
         batch_rows = grpo.generation_rows
         if not isinstance(batch_rows, int):  # all completions of a rollout batch
             batch_rows = int(args.per_device_train_batch_size * args.steps_per_generation)
@@ -162,7 +161,7 @@ class SamplingMixin(StepTrainerMixin):
 
     def train(self, resume_from_checkpoint: str | None = None, **named: Any) -> Any:
         """Train; from a checkpoint within a rollout batch with the completions in the checkpoint."""
-        with self.scorer:
+        with self.scorer, self.rollouts or nullcontext():
             if resume_from_checkpoint:
                 load_window(self, Path(resume_from_checkpoint))
             cut_samples(self.run_folder, after_step=count_micro_steps(self) // self.args.gradient_accumulation_steps)
@@ -244,11 +243,11 @@ class SamplingMixin(StepTrainerMixin):
     def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         inputs = self._inputs
         if inputs is None:  # the evaluation
-            return self._generate_rows(prompt_ids, *given, **named)
+            return self._answer(prompt_ids, self._generate_rows, *given, **named)
 
         def generate(prompts: list[list[int]]) -> Any:
-            completion_ids, logps = self._sample(prompts, *given, **named)
-            self._generated_tokens += sum(map(len, completion_ids))
+            completion_ids, logps = self._answer(prompts, self._sample, *given, **named)
+            self._generated_tokens += sum(map(count_sampled, completion_ids))
             return completion_ids, logps
 
         if self.cfg.grpo.skip_zero_variance:
@@ -262,6 +261,12 @@ class SamplingMixin(StepTrainerMixin):
             self.sampling_totals["redrawn_groups"] += resampled
         return local.completion_ids, local.logps
 
+    def _answer(self, prompts: list[Any], sample: Any, *given: Any, **named: Any) -> Any:
+        """Return completions by `sample`: of one turn, or of several with an environment or tools."""
+        if self.rollouts is None:
+            return sample(prompts, *given, **named)
+        return roll_out(self, [prompt.question for prompt in prompts], sample)
+
     def _sample_unskipped(self, inputs: list[dict[str, Any]], prompt_ids: list[list[int]], *, generate: Any) -> Any:
         """Sample completions of the groups that are not skipped. A row of the others gets one token without a loss."""
         places = self.dynamic_sampler.find_sampled_places(log.rank() * len(inputs), len(inputs))
@@ -270,7 +275,8 @@ class SamplingMixin(StepTrainerMixin):
         # The tokens in TRL's loss; a truncated completion has none with grpo.mask_truncated_completions.
         ends = (*self.eos_token_ids, self.processing_class.pad_token_id)
         loss_tokens = [
-            0 if self.args.mask_truncated_completions and ids[-1] not in ends else len(ids) for ids in sampled_ids
+            0 if self.args.mask_truncated_completions and ids[-1] not in ends else count_sampled(ids)
+            for ids in sampled_ids
         ]
         ranks = gather_objects(loss_tokens, self.heartbeat)
         self.dynamic_sampler.record_sampled(self._scored_early, tokens=[count for rank in ranks for count in rank])
@@ -313,14 +319,22 @@ class SamplingMixin(StepTrainerMixin):
 
     def _score(self, inputs: list[dict[str, Any]], completion_ids: list[list[int]]) -> ScoredBatch:
         # transformers decodes an empty list to one empty text.
-        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True) if completion_ids else []
-        return self.scorer.score(inputs, texts, heartbeat=self.heartbeat)
+        records = read_records(completion_ids)
+        texts = [record.answer for record in records]
+        if completion_ids and self.rollouts is None:
+            texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        return self.scorer.score(inputs, texts, heartbeat=self.heartbeat, records=records)
 
-    def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], _ids: Any) -> Tensor:
+    def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], ids: Any) -> Tensor:
         """Score the completions of all ranks: float [completions, rewards], NaN where a reward abstains."""
         batch, sampler = self._scored_early, self.dynamic_sampler
         if batch is None:
-            batch = self.scorer.score(inputs, completions, heartbeat=self.heartbeat)
+            is_single = self.rollouts is None  # then TRL has decoded them already
+            batch = (
+                self.scorer.score(inputs, completions, heartbeat=self.heartbeat)
+                if is_single
+                else self._score(inputs, ids)
+            )
         self.scored_batch = batch
         rewards = torch.tensor(batch.make_reward_matrix(), dtype=torch.float32, device=self.accelerator.device)
         if not sampler.skipped:
@@ -348,12 +362,13 @@ class SamplingMixin(StepTrainerMixin):
         if not self.use_vllm:  # TRL would prefer these numbers where off_policy_mask_threshold is set
             inputs = {key: value for key, value in inputs.items() if key not in (SAMPLER_LOGPS, MODEL_LOGPS)}
         prompts, completions, counts = inputs["prompt_mask"], inputs["completion_mask"], self.counts
+        learned = loss_mask(inputs)
         rows, lengths = inputs["row"].tolist(), (prompts.sum(1) + completions.sum(1)).tolist()
         self.last_rows += rows
         counts.rows += rows
         counts.lengths += lengths
         counts.tokens += sum(lengths)
-        counts.label_tokens += int(completions.sum())
+        counts.label_tokens += int(learned.sum())
         counts.padded_tokens += prompts.numel() + completions.numel()
         self.heartbeat.enter("forward")
         loss = super().compute_loss(model, inputs, *given, **named)
@@ -362,7 +377,7 @@ class SamplingMixin(StepTrainerMixin):
             self._check_loss(loss.detach())
         self.heartbeat.enter("backward")
         before = inputs.get("old_per_token_logps", model_logps)
-        self.logprob_check.compare(sampled=sampler_logps, before=before, mask=completions)
+        self.logprob_check.compare(sampled=sampler_logps, before=before, mask=learned)
         return loss
 
     def _save_checkpoint(self, *given: Any) -> None:

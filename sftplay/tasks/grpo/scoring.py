@@ -19,6 +19,7 @@ from sftplay import log
 from sftplay.atomic import whole_file
 from sftplay.config.run import RunConfig
 from sftplay.data.order import training_order
+from sftplay.environments.rollouts import TurnRecord, abstain_where_failed, compute_turn_figures, turn_columns
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
@@ -56,6 +57,7 @@ class ScoredBatch:
     completions: list[str]
     rewards: BatchRewards
     prompts: list[str] = field(default_factory=list)  # the question of each completion as text
+    records: list[TurnRecord] = field(default_factory=list)  # where completions have several turns
     control: list[float] | None = None
     """The rewards that the model learns from instead of the config's, in a control run."""
 
@@ -68,6 +70,7 @@ class ScoredBatch:
             completions=[text for part in parts for text in part.completions],
             rewards=BatchRewards.concatenate([part.rewards for part in parts]),
             prompts=[text for part in parts for text in part.prompts],
+            records=[record for part in parts for record in part.records],
             control=None if parts[0].control is None else [value for part in parts for value in part.control or ()],
         )
 
@@ -109,6 +112,7 @@ class ScoredBatch:
             "abstained": unknown / len(self.rows),
             **{f"reward/{name}": find_mean(values) for name, values in columns.items()},
             **compute_program_figures(self.rewards.verdicts),
+            **compute_turn_figures(self.records),
         }
         return figures if self.control is None else {**figures, "true_reward": find_mean(self.true_rewards)}
 
@@ -124,6 +128,7 @@ class ScoredBatch:
                 **({} if self.control is None else {"control": self.control[n]}),
                 "advantage": advantages[n],
                 "verdict": self.rewards.verdicts[n],
+                **(self.records[n].as_json() if self.records else {}),
             }
             for n, (row, completion) in enumerate(zip(self.rows, self.completions, strict=True))
         ]
@@ -169,14 +174,17 @@ class RewardScorer:
         return {name: weight for name, weight in pairs if weight}
 
     def score(
-        self, inputs: Sequence[Mapping[str, Any]], completions: Sequence[str], *, heartbeat: Heartbeat
-    ) -> ScoredBatch:
+        self, inputs: Sequence[Mapping[str, Any]], completions: Sequence[str], *,
+        heartbeat: Heartbeat, records: Sequence[TurnRecord] = (),
+    ) -> ScoredBatch:  # fmt: skip
         """Score this rank's completions of the rows `inputs`; return the completions of all ranks with their rewards.
+        `records` say what happened in completions of several turns, in their order.
         Raise RunError on every rank where a reward abstains too often.
         """
         with heartbeat.within("reward"):
             # Nothing is copied: rewards live in processes of their own, and programs get texts.
-            rewards = self.rewards.score(completions, aligned([row["columns"] for row in inputs], self.columns))
+            columns = aligned([row["columns"] for row in inputs], self.columns) | turn_columns(records)
+            rewards = abstain_where_failed(self.rewards.score(completions, columns), records)
             control = None
             if self._control is not None:  # random numbers come from torch, whose state a checkpoint keeps
                 n = len(completions)
@@ -187,6 +195,7 @@ class RewardScorer:
                 completions=list(completions),
                 rewards=rewards,
                 prompts=[row["question"] for row in inputs],
+                records=list(records),
                 control=control,
             )
             batch = ScoredBatch.concatenate(gather_objects(local, heartbeat))
@@ -357,7 +366,7 @@ class DynamicSampler:
             resampled += len(replacements)
             places = self._replace_inputs(local.inputs, replacements)
             for place in places:
-                local.prompt_ids[place] = list(local.inputs[place]["prompt"])
+                local.prompt_ids[place] = local.inputs[place]["prompt"]
             places_of_all = [group * self.group_size + n for group in replacements for n in range(self.group_size)]
             n_sampled = len(places)
             if self.in_lockstep:  # as many as the rank with most of these rows
@@ -451,6 +460,7 @@ def replace_rows(batch: ScoredBatch, part: ScoredBatch, *, places: Sequence[int]
         rows=merge(batch.rows, part.rows),
         completions=merge(batch.completions, part.completions),
         prompts=merge(batch.prompts, part.prompts) if batch.prompts else [],
+        records=merge(batch.records, part.records) if batch.records else [],
         rewards=rewards,
         control=None if batch.control is None else merge(batch.control, part.control or []),
     )

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Problem, TaskSpec
-from sftplay.errors import ConfigError
+from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
+from sftplay.errors import ConfigError, nearest_names
 
 COMPLETION, PROMPT = "grpo.max_completion_length", "grpo.max_prompt_length"
 EFFECTIVE, GENERATIONS = "train.effective_batch_size", "grpo.num_generations"
@@ -58,6 +59,7 @@ class GrpoSpec(TaskSpec):
             what = f"{cfg.grpo.generation} cannot be sent an adapter whose base is held in 4 bits"
             fix = "write tuning.mode: lora, or grpo.generation: transformers"
             yield Problem(("grpo.generation", "tuning.mode"), what, fix=fix)
+        yield from _check_turns(cfg)
         yield from check_label_settings(cfg)
 
     def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -70,6 +72,12 @@ class GrpoSpec(TaskSpec):
         if grpo.generation == "vllm_server" and grpo.vllm.url:
             for name in ("command", "tensor_parallel"):
                 yield f"grpo.vllm.{name}", "grpo.vllm.url", "the server at grpo.vllm.url is not started by the kit"
+        if grpo.environment is None:
+            yield "grpo.environment_options", "grpo.environment", "there is no grpo.environment"
+            for name in ("max_turns", "step_deadline") if not grpo.tools else ():
+                yield f"grpo.{name}", "grpo.environment", "there is neither grpo.environment nor grpo.tools"
+        if not grpo.tools:
+            yield "grpo.tool_options", "grpo.tools", "there are no grpo.tools"
         if grpo.generation.startswith("vllm"):
             why = f"{grpo.generation} decides itself how many completions it samples at a time"
             yield "grpo.generation_rows", kind, why
@@ -106,6 +114,21 @@ class GrpoSpec(TaskSpec):
 def count_batch_completions(cfg: RunConfig) -> int:
     """Count the completions of a rollout batch on all processes."""
     return cfg.train.effective_batch_size * cfg.grpo.steps_per_generation
+
+
+def _check_turns(cfg: RunConfig) -> Iterator[Problem]:
+    grpo = cfg.grpo
+    for key, names, known in (
+        ("grpo.environment", [grpo.environment] if grpo.environment else [], SHIPPED_ENVIRONMENTS),
+        ("grpo.tools", grpo.tools, SHIPPED_TOOLS),
+    ):
+        for name in names:
+            if ":" not in name and name not in known:
+                near = nearest_names(name, list(known))
+                fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}, and path.py:NAME"
+                yield Problem((key,), f"there is no {name!r}", fix=fix, nearest=tuple(near))
+    if len(set(grpo.tools)) < len(grpo.tools):
+        yield Problem(("grpo.tools",), "a tool is named twice", fix="name each tool once")
 
 
 def _check_loss(cfg: RunConfig) -> Iterator[Problem]:

@@ -34,6 +34,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.grpo.rollouts import replaced_attributes
 from sftplay.tasks.grpo.scoring import RewardScorer
+from sftplay.tasks.grpo.turns import Tokens, count_sampled, read_records
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.metrics import Observer
 
@@ -97,13 +98,16 @@ class EvaluatePrompts(Observer):
         numbers = range(log.rank(), ceil(n / world) * world, world)
         share = sorted((self.questions[number % n] for number in numbers), key=lambda question: len(question.ids))
         with eval_mode(trainer.model_wrapped), greedy_generation(trainer), trainer.accelerator.autocast():
-            tokens = trainer._generate_single_turn([question.ids for question in share], None, {}, 1)[0]
+            tokens = trainer._generate_single_turn(list(map(Tokens, share)), None, {}, 1)[0]
+        records = read_records(tokens)
+        texts = [record.answer for record in records]
         return reward_answers(
             self.scorer.rewards,
             share,
             columns=self.scorer.columns,
-            answers=trainer.processing_class.batch_decode(tokens, skip_special_tokens=True),
-            n_tokens=[len(ids) for ids in tokens],
+            answers=texts or trainer.processing_class.batch_decode(tokens, skip_special_tokens=True),
+            n_tokens=list(map(count_sampled, tokens)),
+            records=records,
         )
 
 

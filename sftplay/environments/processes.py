@@ -1,0 +1,473 @@
+"""Environments and tools in processes of their own: each completion has a copy that can hang or die alone.
+
+A host process makes the environment and imports the tools once. For each completion it forks a copy of itself, so
+heavy loading is shared, every completion begins alike, and nothing leaks from one to another.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
+from multiprocessing import get_context
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, get_type_hints
+
+from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
+from sftplay.errors import ConfigError, MachineError, SftplayError, nearest_names
+from sftplay.reward.reward_set import LONGEST_REASON, START_S, kill_group
+from sftplay.reward.table import load_function
+from sftplay.signals import STOP_SIGNALS, die_with_parent
+
+if TYPE_CHECKING:
+    from sftplay.config.run import RunConfig
+
+MOST_CHARACTERS = 1 << 20
+"""Most characters of one answer of an environment or a tool; more would fit no model."""
+
+MOST_BYTES = 16 * MOST_CHARACTERS  # of one message between processes: JSON may write a character in 12 bytes
+
+CLOSE_S = 5.0
+"""How long the environments of a rollout batch may take to close."""
+
+
+class Environment(Protocol):
+    """What `grpo.environment` makes. Its file: docs/environments.md."""
+
+    def reset(self, row: dict[str, Any]) -> str | None:
+        """Begin the task of a row of the data; `row` has the columns that rewards get. The text is added to the last
+        turn of the prompt; None adds nothing."""
+
+    def step(self, text: str) -> tuple[str | None, float | None, bool]:
+        """Take what the model wrote in a turn; return the answer, which the model reads as the user's next turn, the
+        reward of this turn, None for none, and whether the task is over."""
+
+
+class Failed(Exception):
+    """An environment or a tool did not do what it should; the message says what it did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSpec:
+    """What a host process makes and imports."""
+
+    environment: str | None = None
+    environment_options: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[str] = ()
+    tool_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    deadline_s: float = 10.0
+    """Seconds for each reset, step and call."""
+
+    @classmethod
+    def from_config(cls, cfg: RunConfig) -> EnvironmentSpec | None:
+        """Return what the config asks for; None where completions are single turns."""
+        if cfg.task_mode != "grpo" or not (cfg.grpo.environment or cfg.grpo.tools):
+            return None
+        grpo = cfg.grpo
+        return cls(
+            environment=grpo.environment, environment_options=grpo.environment_options, tools=grpo.tools,
+            tool_options=grpo.tool_options, deadline_s=grpo.step_deadline,
+        )  # fmt: skip
+
+
+class EnvironmentHost:
+    """The process that makes the environment and forks a copy for each completion; a context manager."""
+
+    def __init__(self, spec: EnvironmentSpec, *, describes: bool = False) -> None:
+        """With `describes` it also writes the schemas of the tools, which takes transformers.
+
+        Raises:
+            ConfigError: the environment cannot be made, or a tool cannot be imported or described.
+        """
+        self.spec = spec
+        self.tools = ""
+        """The tools in OpenAI's form, as JSON text; empty where there are none, or they were not described."""
+
+        self.owned: frozenset[str] = frozenset()
+        """Names of the tools that belong to the environment object."""
+
+        self._lock = threading.Lock()
+        context = get_context("spawn")  # a new interpreter: nothing of this one is forked, so CUDA may be in use here
+        self._control, theirs = socket.socketpair()
+        process = context.Process(
+            target=_host, args=(theirs, spec), kwargs={"parent": os.getpid(), "describes": describes}, daemon=True
+        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that until it can ignore them
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self._process = process
+        # At its exit this interpreter sends SIGTERM and waits for what it has started; the process ignores SIGTERM.
+        self._at_exit = Finalize(self, kill_group, args=(process,), exitpriority=0)
+        try:
+            told = _receive(self._control, START_S)
+        except (OSError, EOFError, ValueError) as error:
+            self.close()
+            late = isinstance(error, TimeoutError)
+            what = f"did not start within {START_S:g} s" if late else "its process ended while it was being made"
+            fix = "make one by hand: something in its import or in make does not come back"
+            raise ConfigError(what, where=f"grpo.{'environment' if spec.environment else 'tools'}", fix=fix) from None
+        if "error" in told:
+            self.close()
+            kind = told["error"].pop("kind")
+            raise (MachineError if kind == "MachineError" else ConfigError)(**told["error"])
+        self.tools, self.owned = told["tools"], frozenset(told["owned"])
+
+    def fork(self, seed: int) -> EnvironmentProcess:
+        """Fork a copy; `seed` is that of its `random`. Raise Failed where the host has died."""
+        with self._lock:
+            try:
+                self._control.settimeout(START_S)
+                self._control.sendall(json.dumps({"fork": seed}).encode() + b"\n")
+                data, found, _, _ = socket.recv_fds(self._control, 64, 1)
+            except OSError as error:
+                raise Failed(f"the process that makes environments has died ({error})") from None
+        if not found:
+            raise Failed("the process that makes environments has died")
+        return EnvironmentProcess(self, int(data), socket.socket(fileno=found[0]))
+
+    def end(self, pid: int) -> int | None:
+        """End a copy with the processes that it started; return its exit status as of `os.waitpid`, where known."""
+        with self._lock, suppress(OSError, EOFError, ValueError):
+            self._control.sendall(json.dumps({"end": pid}).encode() + b"\n")
+            return int(_receive(self._control, START_S)["status"])
+        return None
+
+    def close(self) -> None:
+        """End the host; its copies end with it."""
+        self._at_exit.cancel()
+        kill_group(self._process)
+        self._process.join()
+        self._process.close()
+        self._control.close()
+
+    def __enter__(self) -> EnvironmentHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class EnvironmentProcess:
+    """A copy of the environment and the tools for one completion."""
+
+    def __init__(self, host: EnvironmentHost, pid: int, pipe: socket.socket) -> None:
+        self._host, self._pid, self._pipe, self.is_over = host, pid, pipe, False
+
+    def ask(self, deadline_s: float | None = None, **request: Any) -> Any:
+        """Send a request (`reset=row`, `step=text`, `call=name, arguments={}`, `close=True`) and return its answer.
+
+        Raises:
+            Failed: it failed, took too long or died; in the last two cases the process is ended.
+        """
+        if self.is_over:
+            raise Failed("has ended before")
+        limit_s = deadline_s or self._host.spec.deadline_s
+        try:
+            self._pipe.settimeout(limit_s)
+            self._pipe.sendall(json.dumps(request).encode() + b"\n")
+            answer = _receive(self._pipe, limit_s)
+        except TimeoutError:
+            self.end()
+            raise Failed(f"took longer than {limit_s:g} s") from None
+        except (OSError, EOFError, ValueError):
+            raise Failed(f"died ({describe_status(self.end())})") from None
+        if "failure" in answer:
+            raise Failed(answer["failure"])
+        return answer["answer"]
+
+    def end(self) -> int | None:
+        """End the process, if it has not been; return its exit status, where known."""
+        if self.is_over:
+            return None
+        self.is_over = True
+        self._pipe.close()
+        return self._host.end(self._pid)
+
+
+def describe_status(status: int | None) -> str:
+    """Describe an exit status of `os.waitpid`.
+
+    >>> describe_status(9), describe_status(256)
+    ('signal SIGKILL', 'exit code 1')
+    """
+    if status is None:
+        return "for an unknown reason"
+    if os.WIFSIGNALED(status):
+        return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"exit code {os.WEXITSTATUS(status)}"
+
+
+def describe_tools(spec: EnvironmentSpec | None) -> str:
+    """Return the tools of the config and of its environment in OpenAI's form, as JSON text; empty for none.
+
+    Raises:
+        ConfigError: as `EnvironmentHost`.
+    """
+    if spec is None:
+        return ""
+    with EnvironmentHost(spec, describes=True) as host:
+        return host.tools
+
+
+def resolve_name(name: str, shipped: Mapping[str, str], *, key: str) -> str:
+    """Return `module:function` or `path.py:function` for a name in a config; raise ConfigError for an unknown one."""
+    if ":" in name:
+        return name
+    if name not in shipped:
+        near = nearest_names(name, list(shipped))
+        known = f"there are {', '.join(shipped)}, and path.py:NAME" if shipped else "write path.py:NAME"
+        fix = f"did you mean {near[0]!r}?" if near else known
+        raise ConfigError(f"there is no {name!r}", where=key, fix=fix, nearest=near)
+    return shipped[name]
+
+
+def _receive(pipe: socket.socket, limit_s: float | None) -> dict[str, Any]:
+    """Read a line of JSON within the time. Raise TimeoutError, EOFError, or ValueError for what is no such line.
+
+    Nothing that comes from foreign code is unpickled.
+    """
+    until, line = time.monotonic() + (limit_s or 0.0), bytearray()
+    while line[-1:] != b"\n":
+        left = None if limit_s is None else until - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError
+        pipe.settimeout(left)
+        part = pipe.recv(1 << 16)
+        if not part:
+            raise EOFError
+        line += part
+        if len(line) > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES:,} bytes")
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ValueError("is no object")
+    return found
+
+
+def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describes: bool) -> None:
+    die_with_parent(parent)
+    for number in STOP_SIGNALS:  # the parent decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    os.setpgid(0, 0)
+    os.dup2(2, 1)  # what make prints is no output of the command
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # copies share the cores, and threads end in a fork
+    with suppress(EOFError, OSError):  # the parent has left
+        try:
+            environment, tools, owned = _make(spec)
+            described = tools if describes else {}
+            schemas = [_describe(name, tool, spec.tool_options.get(name, {})) for name, tool in described.items()]
+            text = json.dumps(schemas, ensure_ascii=False) if schemas else ""
+            told: dict[str, Any] = {"tools": text, "owned": sorted(owned)}
+        except SftplayError as error:
+            said = {"what": error.what, "where": error.where, "fix": error.fix}
+            told = {"error": {"kind": type(error).__name__, **said}}
+        control.sendall(json.dumps(told).encode() + b"\n")
+        while "error" not in told:
+            order = _receive(control, None)
+            if "end" in order:
+                control.sendall(json.dumps({"status": _end(order["end"])}).encode() + b"\n")
+                continue
+            sys.stdout.flush()
+            sys.stderr.flush()
+            ours, theirs = socket.socketpair()
+            if (pid := os.fork()) == 0:
+                control.close()
+                ours.close()
+                _serve(theirs, environment, tools, seed=order["fork"], options=spec.tool_options)
+            theirs.close()
+            socket.send_fds(control, [str(pid).encode()], [ours.fileno()])
+            ours.close()
+
+
+def _end(pid: int) -> int:
+    """End a copy and its group. Until it is waited for here, its number is nobody else's."""
+    for kill in (os.killpg, os.kill):  # the first fails where it has not made its group yet
+        with suppress(OSError):
+            kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+def _make(spec: EnvironmentSpec) -> tuple[Any, dict[str, Callable[..., Any]], set[str]]:
+    """Return the environment, the tools by name, and the names of those that belong to the environment."""
+    environment, key = None, "grpo.environment"
+    if spec.environment is not None:
+        make = load_function(resolve_name(spec.environment, SHIPPED_ENVIRONMENTS, key=key), where=key)
+        try:
+            environment = make(**spec.environment_options)
+        except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
+            what = f"{spec.environment} cannot be made: {_say(error)}"
+            raise ConfigError(what, where=key, fix="mend it, or grpo.environment_options") from None
+        lacks = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
+        if lacks:
+            what = f"{spec.environment} returned a {type(environment).__name__} without {' and '.join(lacks)}"
+            raise ConfigError(what, where=key, fix="return an object with reset(row) and step(text)")
+    tools = dict[str, Callable[..., Any]]()
+    for name in spec.tools:
+        where = "grpo.tools"
+        tool = load_function(resolve_name(name, SHIPPED_TOOLS, key=where), where=where)
+        _add_tool(tools, tool, where=where)
+    owned = dict[str, Callable[..., Any]]()
+    for tool in getattr(environment, "tools", None) or ():
+        _add_tool(owned, tool, where=key)
+    if both := sorted(tools.keys() & owned.keys()):
+        raise ConfigError(f"both the environment and grpo.tools have {both[0]}", where="grpo.tools", fix="remove one")
+    if unknown := sorted(spec.tool_options.keys() - tools.keys()):
+        fix = f"there are {', '.join(tools)}" if tools else "name the tool in grpo.tools"
+        raise ConfigError(f"options for {unknown[0]}, which is no tool here", where="grpo.tool_options", fix=fix)
+    for name, tool in tools.items():
+        options, known = spec.tool_options.get(name, {}), inspect.signature(tool).parameters
+        if strange := sorted(options.keys() - known.keys()):
+            fix = f"it takes {', '.join(known) or 'none'}"
+            raise ConfigError(f"{name} has no argument {strange[0]!r}", where=f"grpo.tool_options.{name}", fix=fix)
+        if prepare := getattr(tool, "prepare", None):  # what all completions share, and what is refused before any
+            prepare(**options)
+    return environment, {**tools, **owned}, set(owned)
+
+
+def _add_tool(tools: dict[str, Callable[..., Any]], tool: Any, *, where: str) -> None:
+    name = getattr(tool, "__name__", "")
+    if not callable(tool) or not name.isidentifier():
+        raise ConfigError(f"{tool!r:.80} is no function", where=where, fix="name typed functions")
+    if name in tools:
+        raise ConfigError(f"two tools are called {name}", where=where, fix="rename one: the model knows them by name")
+    tools[name] = tool
+
+
+def shown_parameters(tool: Callable[..., Any], options: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """Return the arguments that the model sees: neither those of the config, nor those behind a `*`."""
+    parameters = inspect.signature(tool).parameters.values()
+    return [each for each in parameters if each.kind is not each.KEYWORD_ONLY and each.name not in options]
+
+
+def _describe(name: str, tool: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool in OpenAI's form, with the arguments that the model sees."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    shown = shown_parameters(tool, options)
+    try:
+        seen: Any = partial(tool)  # with another signature, which both the helper and typing read
+        hints = get_type_hints(tool)
+        seen.__name__, seen.__doc__, seen.__signature__ = name, inspect.getdoc(tool), inspect.Signature(shown)
+        seen.__annotations__ = {each.name: hints[each.name] for each in shown if each.name in hints}
+        schema: dict[str, Any] = get_json_schema(seen)
+    except Exception as error:  # a border to foreign code, and to its types
+        what = f"the tool {name} has no schema: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        fix = "give each argument a type, and a line under `Args:` in the docstring; docs/environments.md has an example"
+        raise ConfigError(what, where="grpo.tools", fix=fix) from None
+    schema["function"].pop("return", None)
+    return schema
+
+
+def _serve(
+    pipe: socket.socket, environment: Any, tools: Mapping[str, Callable[..., Any]], *, seed: int,
+    options: Mapping[str, Mapping[str, Any]],
+) -> NoReturn:  # fmt: skip
+    """Answer the requests of one completion, and end with this process."""
+    try:
+        host, pid = os.getppid(), os.getpid()
+        os.setpgid(0, 0)
+        die_with_parent(host)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        nowhere = os.open(os.devnull, os.O_RDWR)  # what is printed is lost: 200 MB would fill the log
+        for number in range(3):
+            os.dup2(nowhere, number)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        while True:
+            request = _receive(pipe, None)
+            answer = _answer(request, environment, tools, options)
+            if os.getpid() != pid:
+                os._exit(0)  # the foreign code forked: two processes would answer
+            pipe.sendall(json.dumps(answer).encode() + b"\n")
+    finally:
+        os._exit(0)
+
+
+def _answer(
+    request: Mapping[str, Any], environment: Any, tools: Mapping[str, Callable[..., Any]],
+    options: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    try:
+        if "reset" in request:
+            text = environment.reset(request["reset"])
+            return {"answer": None if text is None else expect_text(text)}
+        if "step" in request:
+            return {"answer": read_step(environment.step(request["step"]))}
+        if "close" in request:
+            getattr(environment, "close", lambda: None)()
+            return {"answer": None}
+        name, arguments = request["call"], request["arguments"]
+        if name not in tools:
+            raise Failed(f"is no tool; there are {', '.join(tools) or 'none'}")
+        given = options.get(name, {})
+        known = [each.name for each in shown_parameters(tools[name], given)]
+        if strange := sorted(arguments.keys() - set(known)):
+            raise Failed(f"has no argument {strange[0]!r}; it takes {', '.join(known) or 'none'}")
+        found = tools[name](**arguments, **given)
+        if found is None or not isinstance(found, str | bool | int | float | list | tuple | dict):
+            raise Failed(f"returned {'None' if found is None else f'a {type(found).__name__}'}, which is no text")
+        return {"answer": expect_text(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))}
+    except Failed as error:
+        return {"failure": str(error)}
+    except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
+        return {"failure": _say(error)}
+
+
+def read_step(answer: Any) -> tuple[str | None, float | None, bool]:
+    """Read what `step` returned. Raise Failed where it is not a text or None, a finite number or None, and a bool.
+
+    >>> read_step(("Higher.", None, False))
+    ('Higher.', None, False)
+    """
+    if not isinstance(answer, tuple | list) or len(answer) != 3:
+        said = f"{len(answer)} values" if isinstance(answer, tuple | list) else f"a {type(answer).__name__}"
+        raise Failed(f"step returned {said}, not text, reward and done")
+    text, reward, is_done = (value.item() if hasattr(value, "item") else value for value in answer)
+    if not isinstance(is_done, bool):
+        raise Failed(f"step returned {is_done!r:.40} for done, not True or False")
+    number = reward if reward is None or isinstance(reward, int | float) else None
+    if number is not reward or (number is not None and not isfinite(number)):
+        raise Failed(f"step returned {reward!r:.40} for a reward, not a finite number")
+    said = None if is_done and not isinstance(text, str) else expect_text(text)
+    return said, None if number is None else float(number), is_done
+
+
+def expect_text(value: Any) -> str:
+    """Return a text that a model can be given; raise Failed for everything else."""
+    if not isinstance(value, str):
+        raise Failed(f"returned a {type(value).__name__}, not a text")
+    if len(value) > MOST_CHARACTERS:
+        raise Failed(f"returned {len(value):,} characters, more than {MOST_CHARACTERS:,}")
+    try:
+        value.encode()
+    except UnicodeError:
+        raise Failed("returned something that is not valid Unicode") from None
+    return value
+
+
+def _say(error: BaseException) -> str:
+    """Say what foreign code raised, with the line of its file."""
+    said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
+    # Lines of the kit's own code say nothing.
+    frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent)
+    foreign = [frame for frame in frames if not frame.filename.startswith(package)]
+    return f"{said} ({Path(foreign[-1].filename).name}:{foreign[-1].lineno})" if foreign else said
