@@ -44,10 +44,9 @@ TOOL = {
             },
             "required": ["expression"],
         },
-        "return": {"type": "string"},
     },
 }
-"""What transformers writes of the tool that is shipped."""
+"""How the shipped tool is described."""
 
 
 def compute(left: int, word: str, right: int) -> int:
