@@ -39,14 +39,15 @@ def reward_check(args: Namespace) -> int:
     if args.run:
         return _recheck(args)
     cfg = _expect_rewards(load_checked(args.config, args.overrides, asks_hub=False), args)  # no model answers here
+    from sftplay.environments.processes import open_single_turns
     from sftplay.reward.check import check_rewards, make_error
     from sftplay.reward.reward_set import RewardSet
     from sftplay.runs.reward_check import check_solutions, read_cases
 
     cases = read_cases(cfg, args.n or 32)
-    with RewardSet(cfg) as rewards:
+    with RewardSet(cfg) as rewards, open_single_turns(cfg) as single_turns:
         check_solutions(cfg, rewards)
-        checks = check_rewards(rewards, cases, cfg=cfg)
+        checks = check_rewards(rewards, cases, cfg=cfg, single_turns=single_turns)
     bad = [check for check in checks if check.verdict != "ok"]
     if args.json:
         print(json.dumps([asdict(check) for check in checks]))

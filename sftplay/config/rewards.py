@@ -26,9 +26,10 @@ class RewardConfig(Section):
     """Name of the reward in logs, metrics and reports: letters, digits, `_` and `-`. Each reward has its own."""
 
     use: str
-    """What computes it: format, syntax, length, overlong, repetition, exact_match, regex, json_schema, math, code_tests,
-    model or environment; or your own function, as `module:function` or `path.py:function`. It gets `completions` and the columns
-    of their rows by name, and returns a number for each completion, or None where nothing is known."""
+    """What computes it: format, syntax, length, overlong, repetition, exact_match, regex, json_schema, math,
+    code_tests, model or environment; or your own function, as `module:function` or `path.py:function`. It gets
+    `completions` and the columns of their rows by name, and returns a number for each completion, or None where nothing
+    is known."""
 
     path: UserPath | None = None
     """model: the reward model, as the folder or the name of a run of task mode reward_model, or as the folder of any

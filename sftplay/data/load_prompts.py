@@ -207,7 +207,7 @@ class _Pass:
     def __init__(
         self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int, turns: tuple[bool, str] | None = None
     ) -> None:
-        """`turns`: whether an environment may add to the prompts, and the tools that they show; None for single turns."""
+        """`turns`: whether an environment may add to prompts, and the tools that they show; None for single turns."""
         self._renderer, self._max_tokens, self._turns = renderer, max_tokens, turns
         self._asks_last_turn = cfg.task.turns == 2
         self._reading = read_layout_options(cfg.data)

@@ -136,16 +136,23 @@ class ParsedCalls:
             message = self.tokenizer.parse_response(text, prefix="", tools=self.tools)
             found = message.get("tool_calls") or []
             return [Call(call["function"]["name"], encode_json(call["function"]["arguments"]), "") for call in found]
-        except Exception as error:  # a border to the parser, whose errors are of many types
+        except Exception as error:  # noqa: BLE001 - a border to the parser, whose errors are of many types
             return [Malformed(f"this is no call: {str(error).splitlines()[0][:200] if str(error) else type(error)}")]
 
 
 PROBE_TEXT = "Pong."
-PROBE_CALLS = (Call("find_stone", '{"stone": "grey slate"}', "callstone"), Call("find_tree", '{"tree": "oak"}', "calltrees"))
+PROBE_CALLS = (
+    Call("find_stone", '{"stone": "grey slate"}', "callstone"),
+    Call("find_tree", '{"tree": "oak"}', "calltrees"),
+)
 
 _PROBE_TOOLS = tools_text(
     [
-        {"name": call.name, "description": "Looks for it", "parameters": {"type": "object", "properties": {key: {"type": "string"}}}}
+        {
+            "name": call.name,
+            "description": "Looks for it",
+            "parameters": {"type": "object", "properties": {key: {"type": "string"}}},
+        }
         for call, key in zip(PROBE_CALLS, ("stone", "tree"), strict=True)
     ]
 )  # fmt: skip
@@ -173,7 +180,9 @@ class Dialogue:
             raise DataError(what, where=TEMPLATE, fix="set data.template")
         if tools:
             found.calls = found._find_calls(named)
-        for turns in probe_dialogues(has_calls=bool(tools), has_environment=has_environment, thinks="</think>" in renderer.template):
+        for turns in probe_dialogues(
+            has_calls=bool(tools), has_environment=has_environment, thinks="</think>" in renderer.template
+        ):
             try:
                 found._check(turns)
             except DataError as error:
@@ -252,8 +261,8 @@ class Dialogue:
             if stream != whole:
                 n = next((n for n, pair in enumerate(zip(stream, whole, strict=False)) if pair[0] != pair[1]), 0)
                 decode = self.renderer.tokenizer.decode
-                is_same = f"it writes {decode(whole[n : n + 12])!r} where the turns joined have {decode(stream[n : n + 12])!r}"
-                raise DataError(f"in a whole dialogue {is_same}")
+                joined = f"where the turns joined have {decode(stream[n : n + 12])!r}"
+                raise DataError(f"in a whole dialogue it writes {decode(whole[n : n + 12])!r} {joined}")
 
 
 def probe_dialogues(*, has_calls: bool, has_environment: bool, thinks: bool) -> Iterator[list[Message]]:

@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -27,10 +27,11 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, get_type_hints
 
+from sftplay.config.rewards import ENVIRONMENT
 from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
 from sftplay.errors import ConfigError, MachineError, SftplayError, nearest_names
 from sftplay.reward.reward_set import LONGEST_REASON, START_S, kill_group
-from sftplay.reward.table import load_function
+from sftplay.reward.table import RewardValues, load_function
 from sftplay.signals import STOP_SIGNALS, die_with_parent
 
 if TYPE_CHECKING:
@@ -201,6 +202,51 @@ class EnvironmentProcess:
         return self._host.end(self._pid)
 
 
+class SingleTurns:
+    """The environment as a reward for answers in one turn: so it is tried on right answers and on junk."""
+
+    use = ENVIRONMENT
+    options: Mapping[str, Any] = {}  # noqa: RUF012 - read by name, as those of other rewards
+
+    def __init__(self, host: EnvironmentHost, *, seed: int) -> None:
+        self._host, self._seed = host, seed
+        self.goes_on = False
+        """Whether it was not done after an answer: then one turn says little of it."""
+
+    def __call__(self, completions: Sequence[Any], /, **columns: Any) -> RewardValues:
+        """Return what the environment gives each completion; None, with the reason, where it failed."""
+        found = RewardValues([])
+        for n, completion in enumerate(completions):
+            process = self._host.fork(self._seed)
+            try:
+                process.ask(reset={name: values[n] for name, values in columns.items()})
+                _, reward, is_done = process.ask(step=str(completion))
+                self.goes_on |= not is_done
+                found.values.append(reward or 0.0)
+            except Failed as error:
+                found.values.append(None)
+                found.reasons.append(f"the environment {error}")
+            finally:
+                process.end()
+        return found
+
+
+@contextmanager
+def open_single_turns(cfg: RunConfig) -> Iterator[dict[str, SingleTurns]]:
+    """Yield the rewards of the config that its environment gives, by name, ready to be tried.
+
+    Raises:
+        ConfigError, MachineError: the environment or a tool cannot be opened.
+    """
+    spec = EnvironmentSpec.from_config(cfg)
+    if spec is None:
+        yield {}
+        return
+    with EnvironmentHost(spec) as host:
+        tried = SingleTurns(host, seed=cfg.seed)
+        yield {reward.name: tried for reward in cfg.rewards if reward.use == ENVIRONMENT}
+
+
 def describe_status(status: int | None) -> str:
     """Describe an exit status of `os.waitpid`.
 
@@ -268,7 +314,8 @@ def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describ
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.setpgid(0, 0)
     os.dup2(2, 1)  # what make prints is no output of the command
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # copies share the cores, and threads end in a fork
+    # Copies share the cores, and a fork keeps no threads.
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     with suppress(EOFError, OSError):  # the parent has left
         try:
             environment, tools, owned = _make(spec)
@@ -372,8 +419,8 @@ def _describe(name: str, tool: Callable[..., Any], options: Mapping[str, Any]) -
         schema: dict[str, Any] = get_json_schema(seen)
     except Exception as error:  # a border to foreign code, and to its types
         what = f"the tool {name} has no schema: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        fix = "give each argument a type, and a line under `Args:` in the docstring; docs/environments.md has an example"
-        raise ConfigError(what, where="grpo.tools", fix=fix) from None
+        fix = "give each argument a type, and a line under `Args:` in the docstring, as in docs/environments.md"
+        raise ConfigError(what, where="grpo.tools", fix=fix) from error
     schema["function"].pop("return", None)
     return schema
 
@@ -449,8 +496,8 @@ def read_step(answer: Any) -> tuple[str | None, float | None, bool]:
     number = reward if reward is None or isinstance(reward, int | float) else None
     if number is not reward or (number is not None and not isfinite(number)):
         raise Failed(f"step returned {reward!r:.40} for a reward, not a finite number")
-    said = None if is_done and not isinstance(text, str) else expect_text(text)
-    return said, None if number is None else float(number), is_done
+    spoken = None if is_done and not isinstance(text, str) else expect_text(text)
+    return spoken, None if number is None else float(number), is_done
 
 
 def expect_text(value: Any) -> str:

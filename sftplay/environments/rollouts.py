@@ -1,14 +1,14 @@
-"""Completions of several turns: what the model samples, answered by tools and an environment, as one stream of tokens."""
+"""Completions of several turns: tools and an environment answer what the model samples, in one stream of tokens."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from sftplay import log
 from sftplay.data.records import Call, Message, chat_from_json
@@ -17,6 +17,10 @@ from sftplay.environments.processes import CLOSE_S, EnvironmentHost, Environment
 from sftplay.errors import DataError
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.reward.table import ENVIRONMENT_REWARD, RewardValues
+
+if TYPE_CHECKING:
+    from sftplay.config.run import RunConfig
+    from sftplay.data.load_prompts import Prompts, Question
 
 Ended = Literal["done", "answer", "turns", "tokens", "end_token", "failure"]
 """Why a completion ended: the environment said done; the model answered without a call and there is no environment; at
@@ -30,16 +34,6 @@ MOST_AT_ONCE, FEWEST_AT_ONCE = 16, 4
 """Requests to environments that run at the same time: as many as cores, within these."""
 
 SAID = 8  # different failures that are said; all are counted
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """What a completion begins with: the prompt, and the row of the data."""
-
-    ids: list[int]
-    row: int
-    columns: Mapping[str, Any]
-    turns: Sequence[Mapping[str, Any]] = ()  # the prompt as messages, where an environment may add to it
 
 
 @dataclass(kw_only=True)
@@ -93,9 +87,7 @@ class Rollouts:
         end_ids: Sequence[int], seed: int,
     ) -> None:  # fmt: skip
         """`end_ids` are the tokens at which sampling stops; `max_tokens` counts all turns of a completion.
-
-        Raises:
-            ConfigError, MachineError: as `EnvironmentHost`.
+        Raise what `EnvironmentHost` raises.
         """
         self.dialogue, self.max_turns, self.max_tokens, self.seed = dialogue, max_turns, max_tokens, seed
         self.max_prompt_tokens, self.end_ids = max_prompt_tokens, frozenset(end_ids)
@@ -107,19 +99,41 @@ class Rollouts:
         at_once = min(MOST_AT_ONCE, max(FEWEST_AT_ONCE, len(os.sched_getaffinity(0))))
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="environment")
 
-    def run(self, starts: Sequence[Start], sample: Sample, *, count_going: Callable[[int], int] = int) -> list[RolloutIds]:
-        """Return the completion of each start, in order.
+    @classmethod
+    def open(cls, cfg: RunConfig, prompts: Prompts, *, end_ids: Sequence[int]) -> Rollouts | None:
+        """Return what runs completions of several turns; None where the config has neither environment nor tools.
+
+        Raises:
+            ConfigError, MachineError: the environment or a tool cannot be opened.
+            DataError: the chat template is refused for turns.
+        """
+        spec = EnvironmentSpec.from_config(cfg)
+        if spec is None:
+            return None
+        named = f"of {cfg.model.name} (data.template: {cfg.data.template})"
+        dialogue = Dialogue.prove(
+            prompts.renderer, tools=prompts.tools, has_environment=spec.environment is not None, named=named
+        )
+        return cls(
+            spec, dialogue, max_turns=cfg.grpo.max_turns, max_tokens=cfg.grpo.max_completion_length,
+            max_prompt_tokens=cfg.prompt_tokens, end_ids=end_ids, seed=cfg.seed,
+        )  # fmt: skip
+
+    def run(
+        self, questions: Sequence[Question], sample: Sample, *, count_going: Callable[[int], int] = int
+    ) -> list[RolloutIds]:
+        """Return a completion of each question, in order.
 
         `count_going` takes the number of completions that go on here and returns how many are sampled in the next turn:
         more where ranks sample in lockstep. The first prompt fills the places that are over.
         """
-        rollouts = [_Rollout(self, start) for start in starts]
+        rollouts = [_Rollout(self, question) for question in questions]
         try:
             self._all(_Rollout.begin, rollouts)
             going = [rollout for rollout in rollouts if rollout.is_going]
             while n_sampled := count_going(len(going)):
                 prompts = [rollout.ids.prompt_ids + rollout.ids for rollout in going]
-                prompts += [starts[0].ids] * (n_sampled - len(going))
+                prompts += [questions[0].ids] * (n_sampled - len(going))
                 room = max([self.max_tokens - len(rollout.ids) for rollout in going], default=1)
                 sampled, logps = sample(prompts, room)
                 for n, rollout in enumerate(going):
@@ -160,13 +174,13 @@ class Rollouts:
 class _Rollout:
     """One completion under way. Its methods but `take` run in threads, each completion in one at a time."""
 
-    def __init__(self, rollouts: Rollouts, start: Start) -> None:
-        self.shared, self.start, self.ids = rollouts, start, RolloutIds(list(start.ids))
+    def __init__(self, rollouts: Rollouts, question: Question) -> None:
+        self.shared, self.question, self.ids = rollouts, question, RolloutIds(list(question.ids))
         self.record = self.ids.record
         self.environment: EnvironmentProcess | None = None
         self.tools: EnvironmentProcess | None = None
         self._turn: list[int] = []  # the ids of the model's last turn
-        self._seed = (rollouts.seed << 32) + start.row
+        self._seed = (rollouts.seed << 32) + question.row
 
     @property
     def is_going(self) -> bool:
@@ -178,7 +192,7 @@ class _Rollout:
             return
         try:
             self.environment = self.shared.host.fork(self._seed)
-            text = self.environment.ask(reset=dict(self.start.columns))
+            text = self.environment.ask(reset=self.question.columns)
             if text:
                 self.ids.prompt_ids = self._prompt_with(text)
         except (Failed, DataError) as error:
@@ -199,7 +213,9 @@ class _Rollout:
         text = decode(turn, skip_special_tokens=True)
         self.record.turns.append({"role": "assistant", "content": text})
         calls = [] if is_cut else dialogue.read_calls(decode(turn[:-1]))
-        limit: Ended | None = "tokens" if is_cut else ("turns" if self.record.n_turns >= self.shared.max_turns else None)
+        limit: Ended | None = (
+            "tokens" if is_cut else ("turns" if self.record.n_turns >= self.shared.max_turns else None)
+        )
         if calls:
             if limit:
                 self.record.ended = limit
@@ -209,7 +225,7 @@ class _Rollout:
             self.record.ended = "tokens" if is_cut else "answer"
             return
         else:
-            asked, answers = (), self._step(text, limit)
+            asked, answers = [], self._step(text, limit)
         if self.is_going:
             self._append(asked, answers)
 
@@ -227,7 +243,7 @@ class _Rollout:
 
     def _prompt_with(self, text: str) -> list[int]:
         *before, last = chat_from_json({
-            "messages": [*self.start.turns], "path": "", "line": 0, "record": 0, "learned_from": 0, "tools": "",
+            "messages": [*self.question.turns], "path": "", "line": 0, "record": 0, "learned_from": 0, "tools": "",
             "columns": "",
         }).messages  # fmt: skip
         turns = (*before, replace(last, content=f"{last.content}\n\n{text}" if last.content else text))
@@ -321,7 +337,7 @@ def compute_turn_figures(records: Sequence[TurnRecord]) -> dict[str, float | Non
         "tool_calls": sum(record.n_calls for record in records) / n,
         "tool_failures": sum(record.n_failures for record in records) / n,
         "environment_tokens": sum(record.environment_tokens for record in records) / n,
-        **{f"ended/{end}": ends[end] / n for end in get_args(Ended)},
+        **{f"ended/{end}_share": ends[end] / n for end in get_args(Ended)},
     }
 
 

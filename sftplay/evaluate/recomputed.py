@@ -12,9 +12,11 @@ from math import isclose
 from pathlib import Path
 
 from sftplay.atomic import read_lines
+from sftplay.config.rewards import ENVIRONMENT
 from sftplay.data.load_prompts import Questions
 from sftplay.errors import DataError
 from sftplay.reward.reward_set import RewardSet, aligned
+from sftplay.reward.table import ENVIRONMENT_REWARD
 
 
 @dataclass
@@ -53,6 +55,7 @@ def recompute(
     """Return each reward of the run, then and now, over the completions in `files`. Raise DataError where a file cannot
     be read, or a prompt of it is no longer in the data.
     """
+    in_turns = [name for name, worker in reward_set.workers.items() if worker.use == ENVIRONMENT]
     numbers = {row: number for number, row in enumerate(questions.rows["row"])}
     found = {name: Recomputed(name) for name in reward_set.names}
     for file in files:
@@ -67,7 +70,12 @@ def recompute(
                 raise DataError(f"the prompt {row} is not in the data", where=str(file), fix=fix)
             asked.append(questions[numbers[row]].columns)
         completions = [str(line.get("completion", "")) for line in lines]
-        scored = reward_set.score(completions, aligned(asked, columns))
+        given = aligned(asked, columns)
+        if in_turns:  # what an environment gave is not computed again: it would take the model's turns
+            first = [mapping.get(in_turns[0]) for mapping in (line.get("rewards") or {} for line in lines)]
+            given |= {ENVIRONMENT_REWARD: first}
+        given |= {"turns": [line["turns"] for line in lines]} if all("turns" in line for line in lines) else {}
+        scored = reward_set.score(completions, given)
         for name, scores in scored.by_name.items():
             for n, (line, now) in enumerate(zip(lines, scores.values, strict=True), start=1):
                 rewards = line.get("rewards")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,10 +14,10 @@ from sftplay import log
 from sftplay.config.rewards import RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Question
+from sftplay.environments.rollouts import Rollouts, TurnRecord, abstain_where_failed, compute_turn_figures, turn_columns
 from sftplay.evaluate.code import mean_pass_at_k
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer, write_measurement
-from sftplay.environments.rollouts import TurnRecord, abstain_where_failed, compute_turn_figures, turn_columns
-from sftplay.generate.generate import Generator, answer_all
+from sftplay.generate.generate import Generator, answer_all, answer_ids
 from sftplay.reward.reward_set import RewardSet, aligned, combined
 from sftplay.reward.table import has_full_value
 
@@ -89,7 +90,7 @@ def reward_answers(
     by_answer = zip(*(scores.values for scores in scored.by_name.values()), strict=True)
     values = [dict(zip(scored.by_name, scores, strict=True)) for scores in by_answer]
     sums = combined(scored, reward_set.weights)
-    happened = list(records) or [None] * len(asked)
+    happened: Sequence[TurnRecord | None] = records or [None] * len(asked)
     return list(map(Rewarded, asked, answers, n_tokens, values, sums, scored.verdicts, happened))
 
 
@@ -132,16 +133,31 @@ def evaluate_prompts(model: Any, prompts: Prompts, *, cfg: RunConfig, path: Path
     questions = evenly_spaced(prompts.held_out, cfg.eval.limit)
     generator = Generator(model, renderer.tokenizer, renderer.end_token_ids, cfg.grpo.max_completion_length)
     log.say(f"measuring the model ({tag}) on {len(questions):,} held-out prompts", "eval")
+    records: list[TurnRecord] = []
     with ready_to_answer(model, cfg):
-        texts = answer_all(generator, [question.ids for question in questions], batch_size=cfg.eval.batch_size)
-    lengths = [len(renderer.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        if rollouts := Rollouts.open(cfg, prompts, end_ids=generator.all_end_ids):
+            with rollouts:
+                found = rollouts.run(questions, partial(_sample_turn, generator, cfg.eval.batch_size))
+            records, lengths = [ids.record for ids in found], [ids.n_sampled for ids in found]
+            texts = [record.answer for record in records]
+        else:
+            texts = answer_all(generator, [question.ids for question in questions], batch_size=cfg.eval.batch_size)
+            lengths = [len(renderer.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     columns = prompts.report["columns"]
     with RewardSet(cfg) as reward_set:
-        answers = reward_answers(reward_set, questions, columns=columns, answers=texts, n_tokens=lengths)
+        answers = reward_answers(
+            reward_set, questions, columns=columns, answers=texts, n_tokens=lengths, records=records
+        )
     figures = compute_figures(answers, rewards=cfg.rewards)
     write_evaluation(path, figures=figures, answers=answers, rewards=cfg.rewards)
     log.say(f"{tag}: {format_summary(figures)}", "eval")
     return figures
+
+
+def _sample_turn(generator: Generator, batch_size: int, prompts: list[list[int]], most: int) -> Any:
+    """Sample one turn of each prompt, for `Rollouts.run`."""
+    turns = answer_ids(replace(generator, max_new_tokens=most), prompts, batch_size=batch_size)
+    return turns, None
 
 
 def format_summary(figures: Mapping[str, Any]) -> str:

@@ -212,6 +212,24 @@ def answer_all(
     return answers
 
 
+def answer_ids(generator: Generator, prompts: Sequence[list[int]], *, batch_size: int) -> list[list[int]]:
+    """Return the ids of the answer to each prompt, in order, up to its end token, which is among them."""
+    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    ends, answers = set(generator.all_end_ids), [list[int]() for _ in prompts]
+
+    def answer(part: slice) -> None:
+        places = order[part]
+        ids, mask = left_padded([prompts[n] for n in places], generator.tokenizer.pad_token_id)
+        out = generator.generate(ids, mask, rows=places)[:, ids.shape[1] :].tolist()
+        for n, found in zip(places, out, strict=True):
+            length = next((at + 1 for at, token in enumerate(found) if token in ends), len(found))
+            answers[n] = found[:length]
+
+    for _ in AdaptiveBatches(batch_size, "answering").map(len(order), answer):
+        pass
+    return answers
+
+
 def stream_answer(
     generator: Generator, prompt: list[int], *, row: int = 0, stop: Event | None = None
 ) -> Pieces[str, None, list[int]]:

@@ -94,6 +94,8 @@ def build_sections(run: RunFiles) -> list[Section]:
 
         top.append(Section("learned", "What was learned", [("table", rewards.learned_table(run))]))
         below.append(Section("tries", "What the model tried, and its rewards", rewards.try_blocks(run)))
+        if blocks := rewards.list_turns(run):
+            below.append(Section("turns", "Turns", blocks))
         rewarded = rewards.plan(run)
     if run.parity:
         from sftplay.report import engines

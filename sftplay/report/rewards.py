@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from sftplay.config.rewards import RewardConfig
 from sftplay.report.chart import ChartPlan, logged, measured
-from sftplay.report.figures import as_number, compare, find_name, format_figure
+from sftplay.report.figures import as_number, capitalized, compare, find_name, format_figure
 from sftplay.report.history import mean
 from sftplay.report.page import MOST_CHARACTERS, Answer, Block, Table, cut
 from sftplay.report.run_files import RunFiles, mapping, mappings
@@ -57,6 +57,55 @@ def learned_table(run: RunFiles) -> Table | None:
             rows.append([name, *compare(key, first, after=last)])
     caption = f"Sampled: means of the first {FIRST} and the last {LAST} logged steps. Held-out: first and last"
     return Table(head=["Figure", "First", "Last", "Change"], rows=rows, kinds=" nnv", caption=f"{caption} measurement")
+
+
+MOST_ROWS = 12
+"""Numbers of turns that have a row of their own."""
+
+
+def list_turns(run: RunFiles) -> list[Block]:
+    """Return the tables of completions of several turns; none for a run whose completions have one turn."""
+    values = run.history.values
+    if "turns" not in values:
+        return []
+    rows = []
+    names = ("turns", "tool_calls", "tool_failures", "environment_tokens")
+    for key in (*names, *(name for name in values if name.startswith("ended/"))):
+        course: Sequence[float | None] = values.get(key, [])
+        sides = [
+            [float(value) for value in side if value is not None and math.isfinite(value)]
+            for side in (course[:FIRST], course[-LAST:])
+        ]
+        first, last = (mean(side) if side else None for side in sides)
+        if first or last:
+            rows.append([capitalized(find_name(key)), *compare(key, first, after=last)])
+    caption = f"Means over completions, of the first {FIRST} and the last {LAST} logged steps"
+    blocks: list[Block] = [
+        ("table", Table(head=["A completion", "First", "Last", "Change"], rows=rows, kinds=" nnv", caption=caption))
+    ]
+    return [*blocks, *_list_by_turns(run)]
+
+
+def _list_by_turns(run: RunFiles) -> list[Block]:
+    """Return the table of the last steps' samples by their number of turns; none where no samples are kept."""
+    content, groups = _content_names(run), dict[int, list[Line]]()
+    for step in _sampled_steps(run)[-LAST:]:
+        for line in _read_samples(run, step):
+            count = sum(turn.get("role") == "assistant" for turn in mappings(line.get("turns")))
+            groups.setdefault(count, []).append(line)
+    total, rows = sum(map(len, groups.values())), []
+    for count, lines in sorted(groups.items())[:MOST_ROWS]:
+        called = [sum(turn.get("role") == "tool" for turn in mappings(line.get("turns"))) for line in lines]
+        right = [float(value) for line in lines if (value := passes(line, content)) is not None]
+        known = [advantage for line in lines if math.isfinite(advantage := _read_advantage(line))]
+        means = [mean(list(map(float, called))), mean(right) if right else None, mean(known) if known else None]
+        shown = [format_figure(key, value) for key, value in zip(("calls", "pass", "advantage"), means, strict=True)]
+        rows.append([f"{count:,}", format_figure("turns_share", len(lines) / total), *shown])
+    if not rows:
+        return []
+    head = ["Turns", "Completions", "Calls", "pass@1", "Advantage"]
+    caption = f"Samples of the last {LAST} steps, by the model's turns in a completion"
+    return [("table", Table(head=head, rows=rows, kinds="nnnnn", caption=caption))]
 
 
 def plan(run: RunFiles) -> list[ChartPlan]:
@@ -133,9 +182,17 @@ def _read_advantage(line: Line) -> float:
     return as_number(line.get("advantage")) or 0.0
 
 
+def _read_completion(line: Line) -> str:
+    """Return a completion as text, with who said what where it has several turns."""
+    turns = mappings(line.get("turns"))
+    if len(turns) < 2:
+        return str(line.get("completion"))
+    return "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in turns)
+
+
 def _show_group(title: str, group: list[Line], *, content: list[str]) -> Answer:
     """A prompt with the best, the middle and the worst of its completions; equal ones once."""
-    different = {str(line.get("completion")): line for line in group}
+    different = {_read_completion(line): line for line in group}
     ranked = sorted(different.values(), key=_read_advantage, reverse=True)
     texts: list[tuple[str, bool | None, str]] = [("Prompt", None, cut(group[0].get("prompt") or "", MOST_CHARACTERS))]
     last = COMPLETIONS_OF_A_PROMPT - 1
@@ -152,5 +209,5 @@ def _show_group(title: str, group: list[Line], *, content: list[str]) -> Answer:
             ending.append(f"{passed} of {total} tests")
         why = "; ".join(", ".join(part) for part in (rewards, ending) if part)
         why = cut(f"{why}. Advantage {format_figure('advantage', line.get('advantage'))}", 300)
-        texts.append((why, passes(line, content), cut(line.get("completion"), MOST_CHARACTERS)))
+        texts.append((why, passes(line, content), cut(_read_completion(line), MOST_CHARACTERS)))
     return f"{title}: {len(group):,} completions, {len(different):,} different", texts

@@ -172,21 +172,40 @@ def _marked(call: RewardWorker | CodeTests, gold: str) -> str:
     return gold if after in gold else f"{after} {gold}"
 
 
-def check_rewards(rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig) -> list[RewardCheck]:
-    """Try each reward of the config on the columns that all cases have. Raise DataError where a reward reads a column
-    that the cases do not have.
+def check_rewards(
+    rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig, single_turns: Mapping[str, Any] | None = None
+) -> list[RewardCheck]:
+    """Try each reward of the config on the columns that all cases have; `single_turns` stand in, by name, for those
+    that an environment gives. Raise DataError where a reward reads a column that the cases do not have.
     """
-    shared = set.intersection(*(set(case.columns) for case in cases))
+    shared, calls = (
+        set.intersection(*(set(case.columns) for case in cases)),
+        {**rewards.workers, **(single_turns or {})},
+    )
     for number, reward in enumerate(cfg.rewards):
+        if reward.name in (single_turns or {}):
+            continue
         if missing := missing_column(reward, shared):
             what = f"the reward {reward.name} reads the column {missing}, which not every row has"
             raise DataError(what, where=cfg.rows_path, fix=f"add the column, or remove rewards.{number}")
     cases = [replace(case, columns={name: case.columns[name] for name in sorted(shared)}) for case in cases]
-    return [check_reward(rewards.workers[reward.name], cases, reward=reward) for reward in cfg.rewards]
+    checks = [check_reward(calls[reward.name], cases, reward=reward) for reward in cfg.rewards]
+    why = "not tried on right answers: one turn does not end its task"
+    return [
+        replace(check, verdict="ok", why=why)
+        if getattr(calls[check.name], "goes_on", False) and check.verdict in ("cannot_tell", "constant")
+        else check
+        for check in checks
+    ]
 
 
 def check_before_training(
-    cfg: RunConfig, rows: Iterable[Mapping[str, Any]], *, rewards: RewardSet, places: Iterable[str] = ()
+    cfg: RunConfig,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    rewards: RewardSet,
+    places: Iterable[str] = (),
+    single_turns: Mapping[str, Any] | None = None,
 ) -> list[RewardCheck]:
     """Try the rewards that a model is about to learn from, on rows with the column `answer`; one process does it.
 
@@ -201,7 +220,7 @@ def check_before_training(
     if len({case.gold for case in cases}) < 2:
         log.say("note: the rewards are not tried: the rows hold fewer than two different answers", "reward")
         return []
-    checks = check_rewards(rewards, cases, cfg=cfg)
+    checks = check_rewards(rewards, cases, cfg=cfg, single_turns=single_turns)
     bad = []
     for check, reward in zip(checks, cfg.rewards, strict=True):
         if check.verdict == "ok" or reward.weight == 0:

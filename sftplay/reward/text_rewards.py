@@ -224,6 +224,8 @@ def _lengths(completions: Sequence[Completion], completion_ids: Any) -> list[int
     return [len(read_text(completion).split()) for completion in completions]
 
 
-def of_environment(completions: Sequence[str], environment_reward: Sequence[float | None], **_: Any) -> list[float | None]:
+def of_environment(
+    completions: Sequence[str], environment_reward: Sequence[float | None], **_: Any
+) -> list[float | None]:
     """Return what the environment gave in the turns of each completion, in sum (`grpo.environment`)."""
     return list(environment_reward)

@@ -15,6 +15,7 @@ from sftplay.data.problem import Problem
 from sftplay.data.prompts import read_reward_columns, to_prompt
 from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Refused, Source
+from sftplay.environments.processes import open_single_turns
 from sftplay.errors import DataError
 from sftplay.reward.check import TRIED_ROWS, Case, check_before_training
 from sftplay.reward.code_rewards import find_code, read_limits
@@ -28,14 +29,14 @@ def try_rewards(cfg: RunConfig) -> None:
     Only rewards that a model learns from must tell them apart: not those that other tasks measure, nor those that a
     placebo replaces. Raises what `RewardSet`, `check_before_training` and `check_solutions` raise.
     """
-    with RewardSet(cfg) as rewards:
+    with RewardSet(cfg) as rewards, open_single_turns(cfg) as single_turns:
         if not cfg.task.learns_from_rewards or (cfg.task.turns == 1 and cfg.grpo.placebo_reward is not None):
             return
         log.status("trying the rewards on right answers and on junk", "reward")
         found = [(columns, str(source)) for source, columns in _read_first_rows(cfg, TRIED_ROWS) if columns is not None]
         check_solutions(cfg, rewards)
         rows, places = [columns for columns, _ in found], [place for _, place in found]
-        check_before_training(cfg, rows, rewards=rewards, places=places)
+        check_before_training(cfg, rows, rewards=rewards, places=places, single_turns=single_turns)
 
 
 def check_solutions(cfg: RunConfig, rewards: RewardSet) -> None:

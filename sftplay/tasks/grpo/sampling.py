@@ -18,10 +18,10 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Questions
 from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.environments.rollouts import Rollouts
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
-from sftplay.environments.rollouts import Rollouts
 from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, loss_mask, order_by_length
 from sftplay.tasks.grpo.rollouts import (
     dtypes_kept,

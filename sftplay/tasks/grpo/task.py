@@ -12,6 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import prepare_prompts, prompts_table
+from sftplay.environments.rollouts import Rollouts
 from sftplay.evaluate.evaluate import evenly_spaced
 from sftplay.evaluate.rewarded import evaluate_prompts
 from sftplay.launch.generation_server import DEFAULT_URL, URL
@@ -20,7 +21,6 @@ from sftplay.machine.ports import free_port
 from sftplay.machine.releases import page_argument
 from sftplay.tasks.grpo.sampling import PromptRows, SamplingMixin, find_run_order
 from sftplay.tasks.grpo.scoring import KeepDraws, RewardScorer
-from sftplay.tasks.grpo.turns import open_rollouts
 from sftplay.tasks.grpo.vllm_weights import send_copies
 from sftplay.tasks.grpo.watch import EvaluatePrompts, SignalHealth, WatchBaseWeights
 from sftplay.train.checkpointing import describe_renderer
@@ -127,7 +127,7 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
     arguments = {**parts.arguments, **grpo_arguments(cfg)}
     if cfg.grpo.generation.startswith("vllm"):  # vLLM reads its own copy of the model's generation config
         arguments["generation_kwargs"] = {"stop_token_ids": ends, **(arguments.get("generation_kwargs") or {})}
-    rollouts = open_rollouts(cfg, parts.rows.source, end_ids=ends)
+    rollouts = Rollouts.open(cfg, parts.rows.source, end_ids=ends)
     config = GRPOConfig(**arguments, reward_weights=list(scorer.training_weights.values()))
     frozen = [WatchBaseWeights(parts.folder)] if cfg.tuning.mode != "full" else []
     trainer = PromptTrainer(

@@ -6,11 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from sftplay.config.run import RunConfig
-from sftplay.data.load_prompts import Prompts, Question
-from sftplay.environments.dialogue import Dialogue
-from sftplay.environments.processes import EnvironmentSpec
-from sftplay.environments.rollouts import RolloutIds, Rollouts, Start, TurnRecord
+from sftplay.data.load_prompts import Question
+from sftplay.environments.rollouts import RolloutIds, TurnRecord
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.grpo.rollouts import replaced_attributes
 from sftplay.train.preflight import has_sharded_weights
@@ -25,31 +22,6 @@ class Tokens(list[int]):
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return type(self)(self.question)
-
-
-def open_rollouts(cfg: RunConfig, prompts: Prompts, *, end_ids: Sequence[int]) -> Rollouts | None:
-    """Return what runs completions of several turns; None where the config has neither environment nor tools.
-
-    Raises:
-        ConfigError, MachineError: the environment or a tool cannot be opened.
-        DataError: the chat template is refused for turns.
-    """
-    spec = EnvironmentSpec.from_config(cfg)
-    if spec is None:
-        return None
-    named = f"of {cfg.model.name} (data.template: {cfg.data.template})"
-    dialogue = Dialogue.prove(
-        prompts.renderer, tools=prompts.tools, has_environment=spec.environment is not None, named=named
-    )
-    return Rollouts(
-        spec, dialogue, max_turns=cfg.grpo.max_turns, max_tokens=cfg.grpo.max_completion_length,
-        max_prompt_tokens=cfg.prompt_tokens, end_ids=end_ids, seed=cfg.seed,
-    )  # fmt: skip
-
-
-def make_start(question: Question) -> Start:
-    """Return what the completions of a question begin with."""
-    return Start(ids=question.ids, row=question.row, columns=question.columns, turns=question.turns)
 
 
 def roll_out(trainer: Any, questions: Sequence[Question], sample: Any) -> tuple[list[RolloutIds], Any]:
@@ -70,7 +42,7 @@ def roll_out(trainer: Any, questions: Sequence[Question], sample: Any) -> tuple[
         in_lockstep = has_sharded_weights(trainer) or trainer.use_vllm
         return max(gather_objects(n, trainer.heartbeat)) if in_lockstep else n
 
-    completions = trainer.rollouts.run(list(map(make_start, questions)), sample_turn, count_going=count_going)
+    completions = trainer.rollouts.run(questions, sample_turn, count_going=count_going)
     return completions, [ids.logps for ids in completions] if has_logps else None
 
 
