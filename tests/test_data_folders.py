@@ -36,8 +36,12 @@ def read(folder: str, file: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "folder", ["counted_things", "mistaken_words", "one_liners", "small_programs", "step_sums", "word_problems"]
-)
+    "folder",
+    [
+        "counted_things", "mistaken_words", "one_liners", "small_programs", "step_sums", "tool_sums", "twenty_questions",
+        "word_problems",
+    ],
+)  # fmt: skip
 def test_the_files_are_what_the_generator_writes(folder: str):
     for file, text in load_generator(folder).files().items():
         assert (DATA / folder / file).read_text("utf-8") == text, file
@@ -81,6 +85,22 @@ def test_nothing_that_is_learned_from_is_held_out():
     answered = {row["answer"][19:] for row in rows["noisy"]}
     assert (len(rows["train"]), len(rows["held_out"]), len(numbers["held_out"])) == (180, 90, 30)
     assert not numbers["held_out"] & (numbers["train"] | numbers["noisy"] | answered)
+
+
+def test_the_sums_for_tools_are_right_and_their_held_out_numbers_are_in_no_other_file():
+    rows = {file: read("tool_sums", f"{file}.jsonl") for file in ("noisy", "train", "held_out")}
+    asked = [(row["prompt"][0]["content"], row["answer"]) for file in ("train", "held_out") for row in rows[file]]
+    for text, answer in asked:
+        left, operator, right = re.fullmatch(r"(\d+)([-+*])(\d+) = \?", text).groups()
+        a, b = int(left), int(right)
+        assert int(answer) == (a + b if operator == "+" else a - b if operator == "-" else a * b)
+    assert len({text for text, _ in asked}) == len(asked) == 490
+    learned = [row["messages"][0]["content"] for row in rows["noisy"]] + [text for text, _ in asked[:400]]
+    numbers = [set(re.findall(r"\d+", " ".join(texts))) for texts in (learned, [text for text, _ in asked[400:]])]
+    assert not numbers[0] & numbers[1]
+    called = [row for row in rows["noisy"] if "tool_calls" in row["messages"][1]]
+    assert 0.35 < len(called) / len(rows["noisy"]) < 0.45
+    assert all(f"It is {row['messages'][2]['content']}" == row["messages"][3]["content"] for row in called)
 
 
 def test_sums_are_right_and_the_warm_start_of_steps_knows_no_held_out_problem():

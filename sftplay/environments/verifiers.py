@@ -8,22 +8,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
-
-from sftplay.errors import ConfigError
 
 
 def make(*, seat: str = "agent", **config: Any) -> Verifiers:
     """Make an environment by verifiers' own config, as `taskset={"id": "my_game"}`, for a model that plays the agent
-    `seat`. Raise ConfigError for one that needs what is not offered."""
+    `seat`. Raise ValueError for one that needs what is not offered."""
     import verifiers.v1 as vf
 
     env = vf.load_environment(vf.resolve_env_config(config))
     kind, settings = env.taskset.task_type(), env.taskset.config
     if kind.NEEDS_CONTAINER or env.taskset.toolsets(settings) or kind.toolsets(settings.task):
-        raise ConfigError("tools by MCP and containers are not offered", where="grpo.environment", fix="use grpo.tools")
+        raise ValueError("tools by MCP and tasks that need a container are not offered")
     return Verifiers(env, seat, vf=vf)
 
 
@@ -36,7 +33,7 @@ class Verifiers:
     def reset(self, row: dict[str, Any]) -> str | None:
         self._loop = asyncio.new_event_loop()
         self._said = self._loop.create_future()
-        self._over = self._loop.create_task(self._play(next(islice(self._env.taskset, int(row["task"]), None))))
+        self._over = self._loop.create_task(self._play(next(iter(self._env.taskset.skip(int(row["task"]))))))
         return self.step("")[0]
 
     def step(self, text: str) -> tuple[str | None, float | None, bool]:
@@ -44,6 +41,9 @@ class Verifiers:
         self._asked, self._said = self._loop.create_future(), self._loop.create_future()
         self._loop.run_until_complete(asyncio.wait([self._over, self._asked], return_when=asyncio.FIRST_COMPLETED))
         return (None, self._over.result(), True) if self._over.done() else (self._asked.result(), None, False)
+
+    def close(self) -> None:
+        self._loop.close()
 
     async def _play(self, task: Any) -> float:
         self._episode = self._vf.Episode(task=self._vf.TraceTask(type=type(task).__name__, data=task.data), ok=True)
