@@ -38,8 +38,8 @@ def read(folder: str, file: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "folder",
     [
-        "counted_things", "mistaken_words", "one_liners", "small_programs", "step_sums", "tool_sums", "twenty_questions",
-        "word_problems",
+        "counted_things", "mistaken_words", "one_liners", "small_programs", "step_sums", "tool_sums",
+        "twenty_questions", "word_problems",
     ],
 )  # fmt: skip
 def test_the_files_are_what_the_generator_writes(folder: str):

@@ -96,8 +96,9 @@ def calculator(expression: str) -> str:
 
 def _compute(node: ast.expr) -> Fraction:
     """Return the value of a part of an expression. Raise ValueError where it is not arithmetic, or too large."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        value = Fraction(node.value) if isinstance(node.value, int) else _from_float(node.value)
+    number = node.value if isinstance(node, ast.Constant) else None
+    if isinstance(number, int | float) and not isinstance(number, bool):
+        value = _from_float(number) if isinstance(number, float) else Fraction(number)
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         value = OPERATORS[type(node.op)](_compute(node.left), _compute(node.right))
     elif isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:

@@ -1,4 +1,4 @@
-"""The calculator, the Python interpreter and the game of twenty questions, and the adapters for environments of others."""
+"""The calculator, the Python interpreter, the game of twenty questions, and the adapters for others' environments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ needs_box = pytest.mark.skipif(
         ("1e999", "error: the number is too large"), ("sqrt(-1)", "error: a root of a negative number"),
         ("2 +", "error: this is no arithmetic expression"), ("(" * 299, "error: this is no arithmetic expression"),
         ("x + 1", "error: cannot compute 'x'"), ("'a' * 9", "error: cannot compute \"'a'\""),
-        ("().__class__", "error: cannot compute '().__class__'"), ("1 " * 300, "error: the expression has more than 300 characters"),
+        ("().__class__", "error: cannot compute '().__class__'"),
+        ("1 " * 300, "error: the expression has more than 300 characters"),
     ],
 )  # fmt: skip
 def test_the_calculator_is_exact_and_says_what_it_cannot_compute(expression: str, result: str):
@@ -61,7 +62,8 @@ def test_the_calculator_agrees_with_python_on_whole_numbers(left: int, operator:
     ("program", "said"),
     [
         ("import math\nmath.factorial(5)", "120"), ("print(1)\n'a'", "1\n'a'"), ("x = 1", "(nothing was printed)"),
-        ("print(1)\n1/0", "1\nZeroDivisionError: division by zero (line 2)"), ("def", "SyntaxError: invalid syntax (line 1)"),
+        ("print(1)\n1/0", "1\nZeroDivisionError: division by zero (line 2)"),
+        ("def", "SyntaxError: invalid syntax (line 1)"),
         ("import os; os._exit(0)", "error: its process ended"), ("import sys; sys.exit(3)", "(nothing was printed)"),
         ("print('x' * 10**7)", "error: it printed more than 65,536 bytes"),
     ],
@@ -78,7 +80,9 @@ def test_a_program_that_does_not_end_is_ended_and_what_it_printed_is_kept():
 
 @needs_box
 def test_a_completion_calls_the_shipped_tools_in_a_process_of_its_own():
-    spec = EnvironmentSpec(tools=["calculator", "python"], tool_options={"python": {"timeout": HANG_S}}, deadline_s=HANG_S)
+    spec = EnvironmentSpec(
+        tools=["calculator", "python"], tool_options={"python": {"timeout": HANG_S}}, deadline_s=HANG_S
+    )
     with EnvironmentHost(spec) as host:
         process = host.fork(0)
         assert process.ask(call="calculator", arguments={"expression": "6*7"}) == "42"
@@ -90,7 +94,8 @@ def test_questions_are_answered_from_the_table_and_the_thing_that_is_named_ends_
     game = make()
     assert game.reset({"secret": "tiger"}) is None
     for question, answer in (
-        ("Is it an animal?", "Yes."), ("It purrs. Is it a DOG?", "No."), ("Can it fly?", "No."), ("Is it not alive?", "No."),
+        ("Is it an animal?", "Yes."), ("It purrs. Is it a DOG?", "No."), ("Can it fly?", "No."),
+        ("Is it not alive?", "No."),
         ("Is it bigger than a person?", "Yes."), ("<think>a tiger?</think>Does it have fur?", "Yes."),
     ):  # fmt: skip
         assert game.step(question) == (answer, None, False)
@@ -132,7 +137,9 @@ class Client:
     def step(self, action: dict[str, Any]) -> SimpleNamespace:
         self.asked.append(action)
         is_right = action["message"] == "moon"
-        return SimpleNamespace(observation={"echoed_message": action["message"], "metadata": {}}, reward=float(is_right), done=is_right)
+        return SimpleNamespace(
+            observation={"echoed_message": action["message"], "metadata": {}}, reward=float(is_right), done=is_right
+        )
 
     def close(self) -> None:
         self.asked.append("closed")
@@ -154,7 +161,14 @@ def test_an_openenv_server_gets_the_texts_of_the_model_as_actions():
     assert environment.step("moon") == ("moon", 1.0, True)
     environment.close()
     client = environment._client
-    assert client.asked == ["http://127.0.0.1:8000", 60.0, {"word": "moon"}, {"message": "sun"}, {"message": "moon"}, "closed"]
+    assert client.asked == [
+        "http://127.0.0.1:8000",
+        60.0,
+        {"word": "moon"},
+        {"message": "sun"},
+        {"message": "moon"},
+        "closed",
+    ]
 
 
 @pytest.mark.usefixtures("openenv")
@@ -172,7 +186,7 @@ def test_an_adapter_without_its_package_is_refused(monkeypatch: pytest.MonkeyPat
         make_openenv(url="http://127.0.0.1:8000")
 
 
-GAME = '''
+GAME = """
 import verifiers.v1 as vf
 
 __all__ = ["HigherLower", "HigherLowerEnv"]
@@ -201,7 +215,7 @@ class HigherLowerEnv(vf.Env[Config]):
             while segment.last_reply != str(task.data.number):
                 segment = await played.turn("higher" if int(segment.last_reply) < task.data.number else "lower")
         played.trace.record_reward("won", 1.0, 2.0)
-'''
+"""
 
 
 def test_a_multi_turn_environment_of_verifiers_goes_on_with_the_turns_of_a_completion(
@@ -249,7 +263,9 @@ def test_a_task_of_one_turn_is_scored_by_its_own_rewards():
     )  # fmt: skip
     from sftplay.environments.verifiers import Verifiers
 
-    environment = Verifiers(Record(taskset=Record(skip=lambda n: [task][n:]), run=run, finalize=nothing), "agent", vf=vf)
+    environment = Verifiers(
+        Record(taskset=Record(skip=lambda n: [task][n:]), run=run, finalize=nothing), "agent", vf=vf
+    )
     assert environment.reset({"task": 0}) == "7 + 1?"
     assert environment.step("8") == (None, 1.0, True)
     environment.close()
