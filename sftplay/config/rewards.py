@@ -100,7 +100,7 @@ def broken_reward_rules(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 (f"rewards.{number}.use", "task_mode"), what, fix="use a reward of 0 to 1, or task_mode: grpo"
             )
-        if reward.use == ENVIRONMENT and (cfg.task_mode != "grpo" or cfg.grpo.environment is None):
+        if reward.use == ENVIRONMENT and not (cfg.task.learns_from_rewards and cfg.grpo.environment):
             what = "nothing gives the reward environment: there is no grpo.environment"
             fix = "name one in task_mode grpo, or use another reward"
             yield Problem((f"rewards.{number}.use", "grpo.environment"), what, fix=fix)

@@ -180,7 +180,7 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
     if cfg.task.turns == 2:
         parts["asked"] = "the last turn"
     tools, turns = "", None
-    if cfg.task_mode == "grpo" and (cfg.grpo.environment or cfg.grpo.tools):
+    if cfg.task.turns == 1 and (cfg.grpo.environment or cfg.grpo.tools):
         from sftplay.environments.processes import EnvironmentSpec, describe_tools
 
         tools = describe_tools(EnvironmentSpec.from_config(cfg))

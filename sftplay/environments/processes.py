@@ -76,9 +76,9 @@ class EnvironmentSpec:
     @classmethod
     def from_config(cls, cfg: RunConfig) -> EnvironmentSpec | None:
         """Return what the config asks for; None where completions are single turns."""
-        if cfg.task_mode != "grpo" or not (cfg.grpo.environment or cfg.grpo.tools):
-            return None
         grpo = cfg.grpo
+        if not (cfg.task.learns_from_rewards and cfg.task.turns == 1 and (grpo.environment or grpo.tools)):
+            return None
         return cls(
             environment=grpo.environment, environment_options=grpo.environment_options, tools=grpo.tools,
             tool_options=grpo.tool_options, deadline_s=grpo.step_deadline,
@@ -103,32 +103,32 @@ class EnvironmentHost:
 
         self._lock = threading.Lock()
         context = get_context("spawn")  # a new interpreter: nothing of this one is forked, so CUDA may be in use here
-        self._control, theirs = socket.socketpair()
+        self._control, child_end = socket.socketpair()
         process = context.Process(
-            target=_host, args=(theirs, spec), kwargs={"parent": os.getpid(), "describes": describes}, daemon=True
+            target=_host, args=(child_end, spec), kwargs={"parent": os.getpid(), "describes": describes}, daemon=True
         )
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that until it can ignore them
         try:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
+        child_end.close()
         self._process = process
         # At its exit this interpreter sends SIGTERM and waits for what it has started; the process ignores SIGTERM.
         self._at_exit = Finalize(self, kill_group, args=(process,), exitpriority=0)
         try:
-            told = _receive(self._control, START_S)
+            loaded = _receive(self._control, START_S)
         except (OSError, EOFError, ValueError) as error:
             self.close()
             late = isinstance(error, TimeoutError)
             what = f"did not start within {START_S:g} s" if late else "its process ended while it was being made"
             fix = "make one by hand: something in its import or in make does not come back"
             raise ConfigError(what, where=f"grpo.{'environment' if spec.environment else 'tools'}", fix=fix) from None
-        if "error" in told:
+        if "error" in loaded:
             self.close()
-            kind = told["error"].pop("kind")
-            raise (MachineError if kind == "MachineError" else ConfigError)(**told["error"])
-        self.tools, self.owned = told["tools"], frozenset(told["owned"])
+            kind = loaded["error"].pop("kind")
+            raise (MachineError if kind == "MachineError" else ConfigError)(**loaded["error"])
+        self.tools, self.owned = loaded["tools"], frozenset(loaded["owned"])
 
     def fork(self, seed: int) -> EnvironmentProcess:
         """Fork a copy; `seed` is that of its `random`. Raise Failed where the host has died."""
@@ -206,7 +206,7 @@ class SingleTurns:
     """The environment as a reward for answers in one turn: so it is tried on right answers and on junk."""
 
     use = ENVIRONMENT
-    options: Mapping[str, Any] = {}  # noqa: RUF012 - read by name, as those of other rewards
+    options: Mapping[str, Any] = {}
 
     def __init__(self, host: EnvironmentHost, *, seed: int) -> None:
         self._host, self._seed = host, seed
@@ -322,24 +322,24 @@ def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describ
             described = tools if describes else {}
             schemas = [_describe(name, tool, spec.tool_options.get(name, {})) for name, tool in described.items()]
             text = json.dumps(schemas, ensure_ascii=False) if schemas else ""
-            told: dict[str, Any] = {"tools": text, "owned": sorted(owned)}
+            loaded: dict[str, Any] = {"tools": text, "owned": sorted(owned)}
         except SftplayError as error:
             said = {"what": error.what, "where": error.where, "fix": error.fix}
-            told = {"error": {"kind": type(error).__name__, **said}}
-        control.sendall(json.dumps(told).encode() + b"\n")
-        while "error" not in told:
+            loaded = {"error": {"kind": type(error).__name__, **said}}
+        control.sendall(json.dumps(loaded).encode() + b"\n")
+        while "error" not in loaded:
             order = _receive(control, None)
             if "end" in order:
                 control.sendall(json.dumps({"status": _end(order["end"])}).encode() + b"\n")
                 continue
             sys.stdout.flush()
             sys.stderr.flush()
-            ours, theirs = socket.socketpair()
+            ours, child_end = socket.socketpair()
             if (pid := os.fork()) == 0:
                 control.close()
                 ours.close()
-                _serve(theirs, environment, tools, seed=order["fork"], options=spec.tool_options)
-            theirs.close()
+                _serve(child_end, environment, tools, seed=order["fork"], options=spec.tool_options)
+            child_end.close()
             socket.send_fds(control, [str(pid).encode()], [ours.fileno()])
             ours.close()
 
@@ -403,7 +403,11 @@ def _add_tool(tools: dict[str, Callable[..., Any]], tool: Any, *, where: str) ->
 def shown_parameters(tool: Callable[..., Any], options: Mapping[str, Any]) -> list[inspect.Parameter]:
     """Return the arguments that the model sees: neither those of the config, nor those behind a `*`."""
     parameters = inspect.signature(tool).parameters.values()
-    return [each for each in parameters if each.kind is not each.KEYWORD_ONLY and each.name not in options]
+    return [
+        parameter
+        for parameter in parameters
+        if parameter.kind is not parameter.KEYWORD_ONLY and parameter.name not in options
+    ]
 
 
 def _describe(name: str, tool: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -415,7 +419,7 @@ def _describe(name: str, tool: Callable[..., Any], options: Mapping[str, Any]) -
         seen: Any = partial(tool)  # with another signature, which both the helper and typing read
         hints = get_type_hints(tool)
         seen.__name__, seen.__doc__, seen.__signature__ = name, inspect.getdoc(tool), inspect.Signature(shown)
-        seen.__annotations__ = {each.name: hints[each.name] for each in shown if each.name in hints}
+        seen.__annotations__ = {parameter.name: hints[parameter.name] for parameter in shown if parameter.name in hints}
         schema: dict[str, Any] = get_json_schema(seen)
     except Exception as error:  # a border to foreign code, and to its types
         what = f"the tool {name} has no schema: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
@@ -468,7 +472,7 @@ def _answer(
         if name not in tools:
             raise Failed(f"is no tool; there are {', '.join(tools) or 'none'}")
         given = options.get(name, {})
-        known = [each.name for each in shown_parameters(tools[name], given)]
+        known = [parameter.name for parameter in shown_parameters(tools[name], given)]
         if strange := sorted(arguments.keys() - set(known)):
             raise Failed(f"has no argument {strange[0]!r}; it takes {', '.join(known) or 'none'}")
         found = tools[name](**arguments, **given)
