@@ -89,18 +89,22 @@ def test_nothing_that_is_learned_from_is_held_out():
 
 def test_the_sums_for_tools_are_right_and_their_held_out_numbers_are_in_no_other_file():
     rows = {file: read("tool_sums", f"{file}.jsonl") for file in ("noisy", "train", "held_out")}
-    asked = [(row["prompt"][0]["content"], row["answer"]) for file in ("train", "held_out") for row in rows[file]]
-    for text, answer in asked:
-        left, operator, right = re.fullmatch(r"(\d+)([-+*])(\d+) = \?", text).groups()
-        a, b = int(left), int(right)
-        assert int(answer) == (a + b if operator == "+" else a - b if operator == "-" else a * b)
-    assert len({text for text, _ in asked}) == len(asked) == 490
-    learned = [row["messages"][0]["content"] for row in rows["noisy"]] + [text for text, _ in asked[:400]]
-    numbers = [set(re.findall(r"\d+", " ".join(texts))) for texts in (learned, [text for text, _ in asked[400:]])]
-    assert not numbers[0] & numbers[1]
-    called = [row for row in rows["noisy"] if "tool_calls" in row["messages"][1]]
-    assert 0.35 < len(called) / len(rows["noisy"]) < 0.45
-    assert all(f"It is {row['messages'][2]['content']}" == row["messages"][3]["content"] for row in called)
+    asked = {file: [row["prompt"][0]["content"].split() for row in rows[file]] for file in ("train", "held_out")}
+    for file, questions in asked.items():
+        for (word, number), row in zip(questions, rows[file], strict=True):
+            n = int(number)
+            assert int(row["answer"]) == (n * n if word == "square" else 2 * n if word == "double" else n + n + n)
+    asked["noisy"] = [row["question"].split() for row in rows["noisy"]]
+    numbers = {file: {number for _, number in questions} for file, questions in asked.items()}
+    assert (len(rows["train"]), len(rows["held_out"]), len(numbers["held_out"])) == (180, 90, 30)
+    assert not numbers["held_out"] & (numbers["train"] | numbers["noisy"])
+    called = [row["messages"] for row in rows["noisy"] if "tool_calls" in row["messages"][1]]
+    assert 0.42 < len(called) / len(rows["noisy"]) < 0.48
+    for question, call, result, answer in called:
+        word, number = question["content"].split()
+        second = {"square": number, "double": "2", "triple": "3"}[word]
+        assert call["tool_calls"][0]["function"]["arguments"] == {"expression": f"{number}*{second}"}
+        assert result["content"] == str(int(number) * int(second)) == answer["content"].removeprefix("It is ")
 
 
 def test_sums_are_right_and_the_warm_start_of_steps_knows_no_held_out_problem():
