@@ -563,6 +563,12 @@ OF_GRPO: dict[str, Check] = {
     "stop_without_signal": decides("grpo.stop_without_signal", 5, weights=False),
     "samples": decides("grpo.samples", 4, weights=False),
     "placebo_reward": decides("grpo.placebo_reward", "random", weights=True),
+    "environment": decides("grpo.environment", "game.py:make", weights=True),
+    "environment_options": decides("grpo.environment_options.size", 5, weights=True),
+    "tools": decides("grpo.tools", ["calculator"], weights=True),
+    "tool_options": decides("grpo.tool_options.search.folder", "pages", weights=True),
+    "max_turns": decides("grpo.max_turns", 3, weights=True),
+    "step_deadline": decides("grpo.step_deadline", 3.0, weights=False),
 }
 
 

@@ -151,7 +151,7 @@ FREE_TO_CHANGE = (
     "logging", "eval", "sandbox.executor", "run_name", "output_dir", "data.processed_dir",
     "train.resume", "train.save_total_limit", "train.probe", "train.oom_recovery", "train.stall_timeout",
     "train.time_limit", "train.profile", "train.dataloader_num_workers", "train.dataloader_pin_memory",
-    "grpo.samples", "grpo.stop_without_signal", "grpo.logprob_check_steps", "grpo.vllm",
+    "grpo.samples", "grpo.stop_without_signal", "grpo.logprob_check_steps", "grpo.vllm", "grpo.step_deadline",
     "score.samples", "score.generation_rows", "score.kl1_max", "score.min_hint_gain", "score.eval_samples",
     "score.eval_temperature", "score.placement", "score.devices",
     "hrm.eval_limit", "hrm.eval_halt", "hrm.puzzle_emb_placement",

@@ -1,0 +1,184 @@
+"""Environments and tools in processes of their own: what one of them does harms no other, and is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import HANG_S, wait_until
+
+from sftplay.environments.processes import EnvironmentHost, EnvironmentSpec, Failed, describe_tools
+from sftplay.errors import ConfigError
+
+FILE = Path(__file__).parent / "misbehaving.py"
+DEADLINE_S = 3.0
+
+
+def make_spec(**changes: object) -> EnvironmentSpec:
+    given = {"environment": f"{FILE}:make", "tools": [f"{FILE}:order", f"{FILE}:scale"], "deadline_s": DEADLINE_S}
+    return EnvironmentSpec(**(given | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[EnvironmentHost]:
+    with EnvironmentHost(make_spec()) as opened:
+        yield opened
+
+
+def fails(host: EnvironmentHost, **request: object) -> str:
+    """What a request to a new copy fails with."""
+    process = host.fork(1)
+    process.ask(reset={})
+    try:
+        with pytest.raises(Failed) as failed:
+            process.ask(**request)
+    finally:
+        process.end()
+    return str(failed.value)
+
+
+STEPS = {
+    "hang": "took longer than 3 s",
+    "die": r"died (exit code 7)",
+    "crash": "died (signal SIGSEGV)",
+    "raise": "raised LookupError: no such thing (misbehaving.py:",
+    "exit": "raised SystemExit: 3",
+    "bytes": "returned a bytes, not a text",
+    "none": "returned a NoneType, not a text",
+    "two": "step returned 2 values, not text, reward and done",
+    "nan": "step returned nan for a reward, not a finite number",
+    "word": "step returned 'much' for a reward",
+    "maybe": "step returned 'no' for done, not True or False",
+    "half": "returned something that is not valid Unicode",
+    "big": "returned 200,000,000 characters, more than 1,048,576",
+}
+
+
+@pytest.mark.parametrize("order", STEPS)
+def test_a_step_that_fails_is_named(host: EnvironmentHost, order: str):
+    assert STEPS[order] in fails(host, step=order)
+
+
+CALLS = {
+    "hang": "took longer than 3 s",
+    "die": "died (exit code 7)",
+    "raise": "raised LookupError",
+    "big": "returned 200,000,000 characters",
+    "bytes": "returned a bytes, which is no text",
+    "object": "returned a object, which is no text",
+    "void": "returned None, which is no text",
+}
+
+
+@pytest.mark.parametrize("order", CALLS)
+def test_a_call_that_fails_is_named(host: EnvironmentHost, order: str):
+    assert CALLS[order] in fails(host, call="order", arguments={"text": order})
+
+
+def test_wrong_calls_are_named_with_what_is_right(host: EnvironmentHost):
+    assert fails(host, call="ordr", arguments={}) == "is no tool; there are order, scale, peek"
+    assert fails(host, call="order", arguments={"txt": "a"}) == "has no argument 'txt'; it takes text"
+    assert "missing 1 required positional argument" in fails(host, call="order", arguments={})
+    # What stands behind a `*` is the config's: a model that knows the name cannot set it.
+    assert (
+        fails(host, call="scale", arguments={"number": 2, "factor": 5}) == "has no argument 'factor'; it takes number"
+    )
+
+
+def test_200_mb_of_print_are_lost_and_the_game_goes_on(host: EnvironmentHost, capfd: pytest.CaptureFixture[str]):
+    process = host.fork(1)
+    process.ask(reset={})
+    assert process.ask(HANG_S, step="print") == ["turn 1", 0.5, False]
+    assert process.ask(HANG_S, call="order", arguments={"text": "print"}) == "PRINT"
+    process.end()
+    assert len("".join(capfd.readouterr())) < 10_000
+
+
+def test_a_copy_that_hangs_dies_with_its_children_and_others_go_on(host: EnvironmentHost):
+    one, other = host.fork(1), host.fork(2)
+    for process in (one, other):
+        process.ask(reset={})
+    with pytest.raises(Failed, match="took longer than"):
+        one.ask(0.5, step="child")
+    assert one.is_over
+    with pytest.raises(Failed, match="has ended before"):
+        one.ask(step="again")
+    assert other.ask(step="x") == ["turn 1", 0.5, False]
+    other.end()
+    wait_until(lambda: one._pid not in [_group(path.name) for path in Path("/proc").glob("[0-9]*")])
+
+
+def _group(pid: str) -> int:
+    try:
+        return os.getpgid(int(pid))
+    except ProcessLookupError:
+        return -1
+
+
+def test_copies_share_nothing_and_begin_alike_by_their_seed(host: EnvironmentHost):
+    answers = []
+    for seed in (5, 5, 6):
+        process = host.fork(seed)
+        process.ask(reset={})
+        answers.append((process.ask(call="order", arguments={"text": "remember"}), process.ask(step="number")[0]))
+        assert process.ask(call="peek", arguments={}) == "1 turns"
+        process.end()
+    assert answers[0] == answers[1]
+    assert [count for count, _ in answers] == ["1", "1", "1"]
+    assert answers[2][1] != answers[0][1]
+
+
+def test_values_that_json_has_are_texts(host: EnvironmentHost):
+    process = host.fork(1)
+    assert process.ask(call="order", arguments={"text": "value"}) == '{"found": [1, 2.5, true]}'
+    assert process.ask(call="scale", arguments={"number": 4}) == "8"
+    process.end()
+
+
+def test_a_hundred_copies_take_no_second_each(host: EnvironmentHost):
+    began = time.monotonic()
+    copies = [host.fork(n) for n in range(100)]
+    assert [copy.ask(reset={"first": "go"}) for copy in copies] == ["go"] * 100
+    for copy in copies:
+        copy.end()
+    assert time.monotonic() - began < 100
+
+
+WRONG = {
+    "make_broken": ({"environment": f"{FILE}:make_broken"}, "cannot be made: raised RuntimeError: no board"),
+    "make_nothing": ({"environment": f"{FILE}:make_nothing"}, "returned a str without reset and step"),
+    "no file": ({"environment": "nowhere.py:make"}, "no file 'nowhere.py'"),
+    "no name": ({"environment": f"{FILE}:mak"}, "has no function 'mak'"),
+    "not shipped": ({"tools": ["calculatr"]}, "there is no 'calculatr'"),
+    "twice": ({"tools": [f"{FILE}:order", f"{FILE}:order"]}, "two tools are called order"),
+    "options": ({"tool_options": {"ordr": {}}}, "options for ordr, which is no tool here"),
+    "argument": ({"tool_options": {"scale": {"facto": 3}}}, "scale has no argument 'facto'"),
+    "make's option": ({"environment_options": {"limt": 3}}, "unexpected keyword argument 'limt'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_made_is_refused_before_anything(case: str):
+    changes, what = WRONG[case]
+    with pytest.raises(ConfigError) as refused:
+        EnvironmentHost(make_spec(**changes))
+    assert what in refused.value.what
+    assert refused.value.fix
+
+
+@pytest.mark.slow
+def test_tools_are_described_by_transformers_without_what_the_config_gives():
+    spec = make_spec(tools=[f"{FILE}:order", f"{FILE}:scale"])
+    tools = {tool["function"]["name"]: tool["function"] for tool in json.loads(describe_tools(spec))}
+    assert list(tools) == ["order", "scale", "peek"]
+    assert tools["scale"]["parameters"] == {
+        "type": "object",
+        "properties": {"number": {"type": "integer", "description": "What is scaled."}},
+        "required": ["number"],
+    }
+    with pytest.raises(ConfigError, match="the tool untyped has no schema"):
+        describe_tools(make_spec(tools=[f"{FILE}:untyped"]))

@@ -1,0 +1,220 @@
+"""Completions of several turns by a model that is scripted: streams, masks, limits, and environments that fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from templates import TOOLS, make_renderer, make_tokenizer, whole_ids
+
+from sftplay.data.load_prompts import Question
+from sftplay.environments.dialogue import Dialogue
+from sftplay.environments.processes import EnvironmentHost, EnvironmentSpec
+from sftplay.environments.rollouts import (
+    RolloutIds,
+    Rollouts,
+    abstain_where_failed,
+    compute_turn_figures,
+    turn_columns,
+)
+from sftplay.reward.reward_set import BatchRewards
+from sftplay.reward.table import RewardValues
+
+FILE = Path(__file__).parent / "misbehaving.py"
+TOKENIZER = make_tokenizer("chatml")
+END = TOKENIZER.eos_token_id
+ASKED = {"role": "user", "content": "Play."}
+
+
+def question(row: int = 0, **columns: Any) -> Question:
+    return Question(row, whole_ids("chatml", [ASKED], tools=False), "Play.", columns, [ASKED])
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+class Script:
+    """A sampler that writes the given texts, one for each turn of each row, and remembers what it was asked."""
+
+    def __init__(self, *rows: Sequence[str], ends: bool = True) -> None:
+        self.rows, self.ends, self.asked, self.most = [list(row) for row in rows], ends, [], []  # type: ignore[var-annotated]
+
+    def __call__(self, prompts: list[list[int]], most: int) -> tuple[list[list[int]], list[list[float]]]:
+        self.asked.append(prompts)
+        self.most.append(most)
+        texts = [row.pop(0) for row in self.rows if row][: len(prompts)]
+        ids = [[*encode(text), *([END] if self.ends else [])] for text in texts]
+        ids += [[END]] * (len(prompts) - len(ids))
+        return ids, [[-0.5] * len(turn) for turn in ids]
+
+
+@pytest.fixture(scope="module")
+def rollouts() -> Iterator[Callable[..., Any]]:
+    """A function that opens rollouts with one host process for the whole module."""
+    tools = [f"{FILE}:order", f"{FILE}:scale"]
+    spec = EnvironmentSpec(environment=f"{FILE}:make", tools=tools, deadline_s=5.0)
+    bare = EnvironmentSpec(tools=tools, deadline_s=5.0)
+    dialogue = Dialogue.prove(make_renderer("chatml"), tools="", has_environment=True, named="chatml")
+    dialogue.calls = dialogue._find_calls("chatml")  # calls are read, and no prompt shows tools: short ids
+    with EnvironmentHost(spec) as host:
+
+        @contextmanager
+        def open_rollouts(
+            *, has_environment: bool = True, max_turns: int = 5, max_tokens: int = 400
+        ) -> Iterator[Rollouts]:
+            opened = Rollouts.__new__(Rollouts)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("sftplay.environments.rollouts.EnvironmentHost", lambda _: host)
+                opened.__init__(  # type: ignore[misc]
+                    spec if has_environment else bare, dialogue, max_turns=max_turns, max_tokens=max_tokens,
+                    max_prompt_tokens=200, end_ids=[END], seed=1,
+                )  # fmt: skip
+            yield opened
+            opened._threads.shutdown()
+
+        yield open_rollouts
+
+
+def call(text: str, name: str = "order") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"text": "{text}"}}}}\n</tool_call>'
+
+
+def test_the_stream_is_the_whole_dialogue_and_the_mask_is_what_the_model_wrote(rollouts: Any):
+    script = Script(["first", call("go on"), "second"])
+    with rollouts() as opened:
+        (ids,) = opened.run([question(first="Begin.")], script)
+    turns = [
+        {"role": "user", "content": "Play.\n\nBegin."},
+        {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "turn 1"},
+        {"role": "assistant", "content": call("go on")},
+        {"role": "tool", "content": "GO ON"},
+    ]
+    assert ids.prompt_ids == whole_ids("chatml", turns[:1], tools=False)
+    assert ids.prompt_ids + ids == [*whole_ids("chatml", turns, tools=False), *encode("second"), END]
+    written = [token for token, flag in zip(ids, ids.mask, strict=True) if flag]
+    assert written == [*encode("first"), END, *encode(call("go on")), END, *encode("second"), END]
+    assert [logp == 0.0 for logp in ids.logps] == [not flag for flag in ids.mask]
+    assert (ids.record.ended, ids.record.reward, ids.record.n_turns, ids.record.n_calls) == ("done", 1.0, 3, 1)
+    assert ids.record.environment_tokens == ids.mask.count(0)
+    assert ids.record.answer == "second"
+    # What is sampled from is the stream itself.
+    assert [prompts[0] for prompts in script.asked] == [whole_ids("chatml", turns[:n], tools=False) for n in (1, 3, 5)]
+
+
+def test_one_environment_that_hangs_dies_or_raises_ends_only_its_own_completion(rollouts: Any, capsys: Any):
+    orders = ["hang", "die", "raise", "bytes", "big", "x", "z"]
+    script = Script()
+    script.rows = [[text] for text in orders] + [["last"], ["last"]]
+    with rollouts() as opened:
+        found = opened.run([question(n) for n in range(7)], script)
+    assert [ids.record.ended for ids in found] == ["failure"] * 5 + ["done"] * 2
+    reasons = ["took longer than 5 s", "died (exit code 7)", "raised LookupError", "a bytes", "200,000,000"]
+    assert all(reason in ids.record.failure for reason, ids in zip(reasons, found, strict=False))
+    assert [ids.record.reward for ids in found[5:]] == [1.0, 1.0]
+    said = capsys.readouterr()
+    assert all(reason in said.out + said.err for reason in reasons)
+    rewards = BatchRewards({"any": RewardValues([1.0] * 7)}, [None] * 7)
+    kept = abstain_where_failed(rewards, [ids.record for ids in found]).by_name["any"]
+    assert kept.values == [None] * 5 + [1.0, 1.0]
+    assert len(kept.reasons) == 5
+
+
+def test_a_reset_that_fails_gives_one_token_without_a_loss(rollouts: Any):
+    script = Script(["x", "y"])
+    with rollouts() as opened:
+        bad, good, long = opened.run([question(broken="no"), question(1), question(2, first="long " * 60)], script)
+    assert (list(bad), bad.mask, bad.record.ended) == ([END], [0], "failure")
+    assert "reset raised ValueError: no" in bad.record.failure
+    assert good.record.ended == "done"
+    assert (list(long), long.record.failure[:40]) == ([END], "the environment failed: reset made the p")
+    assert [len(prompts) for prompts in script.asked] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (call("hang"), "error: order took longer than 5 s"),
+        (call("die"), "error: order died (exit code 7)"),
+        (call("void"), "error: order returned None, which is no text"),
+        (call("big"), "error: order returned 200,000,000 characters, more than 1,048,576"),
+        (call("x", "nothing"), "error: nothing is no tool; there are order, scale, peek"),
+        ("<tool_call>\nnonsense\n</tool_call>", "error: unknown this is no call: Expecting value"),
+        (f"{call('hang')}\n{call('after')}", "error: order took longer than 5 s"),
+    ],
+)
+def test_a_call_that_fails_is_answered_and_the_game_goes_on(rollouts: Any, text: str, answer: str):
+    with rollouts() as opened:
+        (ids,) = opened.run([question()], Script(["x", text, "y"]))
+    tools = [turn for turn in ids.record.turns if turn["role"] == "tool"]
+    assert tools[0]["content"].startswith(answer)
+    assert ids.record.n_failures == 1
+    assert (ids.record.ended, ids.record.reward) == ("done", 1.0)  # the environment has lost nothing
+    if "after" in text:
+        assert [turn["content"] for turn in tools[1:]] == ["AFTER"]
+
+
+def test_tools_without_an_environment_end_with_the_first_turn_that_calls_none(rollouts: Any):
+    with rollouts(has_environment=False) as opened:
+        (ids,) = opened.run([question()], Script([call("remember"), call("remember"), "27"]))
+    assert [turn["content"] for turn in ids.record.turns if turn["role"] == "tool"] == ["1", "2"]
+    assert (ids.record.ended, ids.record.answer) == ("answer", "27")
+
+
+def test_the_limit_of_turns_ends_a_completion_and_its_last_reward_counts(rollouts: Any):
+    with rollouts(max_turns=1) as opened:
+        one, other = opened.run([question(), question(1)], Script(["x"], [call("y")]))
+    assert (one.record.ended, one.record.reward, one.mask.count(0)) == ("turns", 0.5, 0)
+    assert (other.record.ended, other.record.n_calls) == ("turns", 0)
+
+
+def test_the_budget_of_tokens_counts_all_turns_and_nothing_is_cut_in_the_middle_of_an_answer(rollouts: Any):
+    answered = Dialogue(make_renderer("chatml"), tools="").answer_ids
+    first = len(encode("x")) + 1
+    from sftplay.data.records import Message
+
+    between = len(answered([Message("user", "turn 1")])[1])
+    for max_tokens, ended, length in (
+        (first + between, "tokens", first),  # no token would be left for an answer: it is not appended
+        (first + between + 1, "done", first + between + 1),
+        (first + between + 3, "done", first + between + 3),
+    ):
+        script = Script(["x", "yyyyyy"])
+        with rollouts(max_tokens=max_tokens) as opened:
+            (ids,) = opened.run([question()], script)
+        assert len(ids) == len(ids.mask) == len(ids.logps) == length
+        # The last turn is cut at the budget; its environment was asked all the same, and was done.
+        assert ids.record.ended == ended
+        assert script.most == [max_tokens, max_tokens - first - between][: len(script.most)]
+
+
+def test_a_turn_that_is_cut_off_is_stepped_once_and_ends_the_completion(rollouts: Any):
+    with rollouts(max_tokens=4) as opened:
+        (ids,) = opened.run([question()], Script(["too long to fit"], ends=False))
+    assert (ids.record.ended, ids.record.reward, list(ids)) == ("tokens", 0.5, encode("too long to fit")[:4])
+
+
+def test_ranks_in_lockstep_sample_equally_often(rollouts: Any):
+    script, wanted = Script(["x", "y"]), iter([3, 3, 2, 0])
+    with rollouts() as opened:
+        (ids,) = opened.run([question()], script, count_going=lambda n: next(wanted))
+    assert [len(prompts) for prompts in script.asked] == [3, 3, 2]
+    assert ids.record.ended == "done"
+
+
+def test_figures_and_columns_of_completions(rollouts: Any):
+    with rollouts() as opened:
+        found = opened.run([question(), question(1)], Script(["x"], [call("void")], ["y"], ["z"], ["w"]))
+    records = [ids.record for ids in found]
+    figures = compute_turn_figures(records)
+    assert (figures["turns"], figures["tool_calls"], figures["tool_failures"]) == (2.5, 0.5, 0.5)
+    assert figures["ended/done_share"] == 1.0
+    assert math.isclose(sum(value for name, value in figures.items() if name.startswith("ended/") and value), 1.0)
+    assert turn_columns(records)["environment_reward"] == [1.0, 1.0]
+    assert isinstance(found[0], RolloutIds)
+    assert len(TOOLS) == 2
