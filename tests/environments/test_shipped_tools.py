@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,15 +13,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
-from processes import HANG_S
+from processes import HANG_S, wait_until
 
 from sftplay.environments.calculator import calculator
 from sftplay.environments.openenv import make as make_openenv
-from sftplay.environments.processes import EnvironmentHost, EnvironmentSpec
+from sftplay.environments.processes import EnvironmentHost, EnvironmentSpec, Failed
 from sftplay.environments.python import python
 from sftplay.environments.twenty_questions import make
 from sftplay.environments.verifiers import make as make_verifiers
 from sftplay.errors import ConfigError, DataError
+from sftplay.sandbox.boxes.executors import OWNER
 from sftplay.sandbox.choose import SAFE, find_problem
 
 needs_box = pytest.mark.skipif(
@@ -88,6 +91,30 @@ def test_a_completion_calls_the_shipped_tools_in_a_process_of_its_own():
         assert process.ask(call="calculator", arguments={"expression": "6*7"}) == "42"
         assert process.ask(call="python", arguments={"code": "print(sum(range(10)))"}) == "45"
         process.end()
+
+
+@pytest.mark.skipif(bool(find_problem("bwrap")), reason="needs bubblewrap, whose boxes end with who opened them")
+def test_a_call_that_is_ended_at_the_deadline_leaves_no_box():
+    options = {"python": {"timeout": HANG_S, "executor": "bwrap"}}
+    with EnvironmentHost(EnvironmentSpec(tools=["python"], tool_options=options, deadline_s=HANG_S)) as host:
+        process, opener = host.fork(0), host._process.pid
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(process.ask, 4.0, call="python", arguments={"code": "while True: pass"})
+            wait_until(lambda: boxes_of(opener) or asked.done())
+            assert not asked.done()
+            with pytest.raises(Failed, match="took longer than 4 s"):
+                asked.result()
+        wait_until(lambda: not boxes_of(opener))
+
+
+def boxes_of(opener: int) -> list[str]:
+    """Processes in boxes that this process opened."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"{OWNER}={opener}".encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+    return found
 
 
 def test_questions_are_answered_from_the_table_and_the_thing_that_is_named_ends_the_game():
