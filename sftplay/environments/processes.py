@@ -101,6 +101,9 @@ class EnvironmentHost:
         self.owned: frozenset[str] = frozenset()
         """Names of the tools that belong to the environment object."""
 
+        # A completion takes a file of this process; the usual limit is 1024.
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         self._lock = threading.Lock()
         context = get_context("spawn")  # a new interpreter: nothing of this one is forked, so CUDA may be in use here
         self._control, child_end = socket.socketpair()
@@ -136,11 +139,11 @@ class EnvironmentHost:
             try:
                 self._control.settimeout(START_S)
                 self._control.sendall(json.dumps({"fork": seed}).encode() + b"\n")
-                data, found, _, _ = socket.recv_fds(self._control, 64, 1)
+                data, found, _, _ = socket.recv_fds(self._control, 200, 1)
             except OSError as error:
-                raise Failed(f"the process that makes environments has died ({error})") from None
+                raise Failed(f"found the process that makes environments dead ({error})") from None
         if not found:
-            raise Failed("the process that makes environments has died")
+            raise Failed(f"could not start: {data.decode(errors='replace') or 'the host has died'}")
         return EnvironmentProcess(self, int(data), socket.socket(fileno=found[0]))
 
     def end(self, pid: int) -> int | None:
@@ -334,8 +337,13 @@ def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describ
                 continue
             sys.stdout.flush()
             sys.stderr.flush()
-            ours, child_end = socket.socketpair()
-            if (pid := os.fork()) == 0:
+            try:
+                ours, child_end = socket.socketpair()
+                pid = os.fork()
+            except OSError as error:  # no process or no file is left
+                control.sendall(str(error).encode()[:200])
+                continue
+            if pid == 0:
                 control.close()
                 ours.close()
                 _serve(child_end, environment, tools, seed=order["fork"], options=spec.tool_options)

@@ -92,6 +92,9 @@ class Rollouts:
         self.dialogue, self.max_turns, self.max_tokens, self.seed = dialogue, max_turns, max_tokens, seed
         self.max_prompt_tokens, self.end_ids = max_prompt_tokens, frozenset(end_ids)
         self.has_environment = spec.environment is not None
+        self.beat: Callable[[], object] = lambda: None
+        """Called whenever a completion got its answer: a rollout batch may take longer than a run may be silent."""
+
         self.failures: Counter[str] = Counter()
         """What failed, and how often."""
 
@@ -168,7 +171,8 @@ class Rollouts:
         self.close()
 
     def _all(self, work: Callable[[_Rollout], None], rollouts: Sequence[_Rollout]) -> None:
-        list(self._threads.map(work, rollouts))
+        for _ in self._threads.map(work, rollouts):
+            self.beat()
 
 
 class _Rollout:

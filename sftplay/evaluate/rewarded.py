@@ -18,6 +18,7 @@ from sftplay.environments.rollouts import Rollouts, TurnRecord, abstain_where_fa
 from sftplay.evaluate.code import mean_pass_at_k
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer, write_measurement
 from sftplay.generate.generate import Generator, answer_all, answer_ids
+from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.reward_set import RewardSet, aligned, combined
 from sftplay.reward.table import has_full_value
 
@@ -137,7 +138,12 @@ def evaluate_prompts(model: Any, prompts: Prompts, *, cfg: RunConfig, path: Path
     with ready_to_answer(model, cfg):
         if rollouts := Rollouts.open(cfg, prompts, end_ids=generator.all_end_ids):
             with rollouts:
-                found = rollouts.run(questions, partial(_sample_turn, generator, cfg.eval.batch_size))
+                in_lockstep = hasattr(model, "unshard")  # ranks that hold it in parts sample equally often
+                found = rollouts.run(
+                    questions,
+                    partial(_sample_turn, generator, cfg.eval.batch_size),
+                    count_going=(lambda n: max(gather_objects(n))) if in_lockstep else int,
+                )
             records, lengths = [ids.record for ids in found], [ids.n_sampled for ids in found]
             texts = [record.answer for record in records]
         else:

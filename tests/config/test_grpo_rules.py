@@ -50,6 +50,9 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
         ),
         ("grpo: {generation: vllm_server}\ntuning: {mode: qlora}", "grpo.generation", "write tuning.mode: lora"),
         ("grpo: {generation: vllm_colocate}\ntuning: {mode: qlora}", "grpo.generation", "write tuning.mode: lora"),
+        ("grpo: {tools: [calculatr]}", "grpo.tools", "did you mean 'calculator'?"),
+        ("grpo: {tools: ['a.py:f', 'a.py:f']}", "grpo.tools", "name each tool once"),
+        ("grpo: {environment: twenty}", "grpo.environment", "there are twenty_questions"),
         ("train: {packing: true}", "train.packing", "write train.packing: false"),
         ("train: {neftune_alpha: 5}", "train.neftune_alpha", "write train.neftune_alpha: null"),
         ("train: {loss_head: standard}", "train.loss_head", "write train.loss_head: auto"),
@@ -86,6 +89,29 @@ def test_keys_that_the_run_would_not_follow_are_said(load):
     assert said(f"{GRPO}grpo: {{loss_type: cispo, epsilon: 0.1}}\n") == [
         "grpo.epsilon has no effect: loss_type cispo does not use it"
     ]
+
+
+def test_keys_of_turns_without_anything_that_answers_are_said(load):
+    def said(text):
+        return [line.partition(" ")[2] for line in notes(load(f"{GRPO}grpo: {{{text}}}\n"))]
+
+    nothing = "there is neither grpo.environment nor grpo.tools"
+    assert said("max_turns: 3, step_deadline: 2") == [
+        f"grpo.max_turns has no effect: {nothing}",
+        f"grpo.step_deadline has no effect: {nothing}",
+    ]
+    assert said("max_turns: 3, tools: [calculator]") == []
+    assert said("environment_options: {size: 3}, tools: [calculator]") == [
+        "grpo.environment_options has no effect: there is no grpo.environment"
+    ]
+    assert said("tool_options: {f: {x: 3}}") == ["grpo.tool_options has no effect: there are no grpo.tools"]
+
+
+def test_the_reward_of_an_environment_needs_one(refusals):
+    game = "rewards: [{name: game, use: environment}]\n"
+    for text in (f"task_mode: grpo\n{game}", f"{game}grpo: {{environment: 'game.py:make'}}\n"):
+        (problem,) = refusals(text)
+        assert problem.what == "nothing gives the reward environment: there is no grpo.environment"
 
 
 def test_rewards_decide_the_weights_of_a_run_that_learns_from_them_and_of_no_other(load):

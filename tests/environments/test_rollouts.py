@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from sftplay.environments.rollouts import (
     compute_turn_figures,
     turn_columns,
 )
+from sftplay.heartbeat import Heartbeat
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.reward.table import RewardValues
+from sftplay.tasks.grpo.turns import Tokens, as_rollouts, count_sampled, read_records, roll_out
 
 FILE = Path(__file__).parent / "misbehaving.py"
 TOKENIZER = make_tokenizer("chatml")
@@ -218,3 +221,27 @@ def test_figures_and_columns_of_completions(rollouts: Any):
     assert turn_columns(records)["environment_reward"] == [1.0, 1.0]
     assert isinstance(found[0], RolloutIds)
     assert len(TOOLS) == 2
+
+
+@pytest.mark.parametrize("uses_vllm", [True, False])
+def test_each_turn_is_sampled_within_what_is_left_by_vllm_and_by_transformers(rollouts: Any, uses_vllm: bool):
+    engine, config = SimpleNamespace(max_completion_length=60), SimpleNamespace(max_new_tokens=60)
+    seen, script = [], Script(["x", "y"])
+
+    def sample(prompts: Any, images: Any, fields: Any, generations: int) -> Any:
+        seen.append((engine.max_completion_length, config.max_new_tokens, generations))
+        return script(prompts, 0)
+
+    with rollouts(max_tokens=60) as opened, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sftplay.tasks.grpo.turns.has_sharded_weights", lambda _: False)
+        trainer = SimpleNamespace(
+            use_vllm=uses_vllm, vllm_generation=engine, generation_config=config, rollouts=opened, heartbeat=Heartbeat()
+        )
+        found, logps = roll_out(trainer, [question()], sample)
+    left = 60 - found[0].mask.index(0) - found[0].mask.count(0)
+    assert seen == [(60, 60, 1), (left, 60, 1) if uses_vllm else (60, left, 1)]
+    assert (engine.max_completion_length, config.max_new_tokens) == (60, 60)
+    given = as_rollouts([Tokens(question())], found, logps)
+    assert (given["env_mask"], given["logprobs"]) == ([found[0].mask], [found[0].logps])
+    assert (count_sampled(found[0]), count_sampled([1, 2])) == (4, 2)
+    assert read_records(found) == [found[0].record]

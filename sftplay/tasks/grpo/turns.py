@@ -42,6 +42,7 @@ def roll_out(trainer: Any, questions: Sequence[Question], sample: Any) -> tuple[
         in_lockstep = has_sharded_weights(trainer) or trainer.use_vllm
         return max(gather_objects(n, trainer.heartbeat)) if in_lockstep else n
 
+    trainer.rollouts.beat = lambda: trainer.heartbeat.enter(trainer.heartbeat.phase)
     completions = trainer.rollouts.run(questions, sample_turn, count_going=count_going)
     return completions, [ids.logps for ids in completions] if has_logps else None
 
