@@ -102,9 +102,11 @@ def test_the_sums_for_tools_are_right_and_their_held_out_numbers_are_in_no_other
     assert 0.42 < len(called) / len(rows["noisy"]) < 0.48
     for question, call, result, answer in called:
         word, number = question["content"].split()
-        second = {"square": number, "double": "2", "triple": "3"}[word]
-        assert call["tool_calls"][0]["function"]["arguments"] == {"expression": f"{number}*{second}"}
-        assert result["content"] == str(int(number) * int(second)) == answer["content"].removeprefix("It is ")
+        behind = {"square": "**2", "double": "*2", "triple": "*3"}[word]
+        assert call["tool_calls"][0]["function"]["arguments"] == {"expression": f"{number}{behind}"}
+        n = int(number)
+        right = {"square": n * n, "double": 2 * n, "triple": 3 * n}[word]
+        assert result["content"] == str(right) == answer["content"].removeprefix("It is ")
 
 
 def test_sums_are_right_and_the_warm_start_of_steps_knows_no_held_out_problem():

@@ -1,6 +1,6 @@
 """Writes the files of a toy for tools: a sum that a tiny model cannot compute and a calculator can.
 
-    square 57   ->   a call of calculator("57*57"), its result 3249, and then: It is 3249
+    square 57   ->   a call of calculator("57**2"), its result 3249, and then: It is 3249
 
 noisy.jsonl holds dialogues to imitate by one who mostly gives up at once. A model that has learned them gives up where
 it answers greedily, and calls in some sampled answers. train.jsonl holds the same questions with right answers.
@@ -19,7 +19,7 @@ from typing import Any
 SEED = 23
 HERE = Path(__file__).resolve().parent
 
-EXPRESSIONS = {"square": "{0}*{0}", "double": "{0}*2", "triple": "{0}*3"}
+EXPRESSIONS = {"square": "{0}**2", "double": "{0}*2", "triple": "{0}*3"}
 RESULTS = {"square": lambda number: number**2, "double": lambda number: 2 * number, "triple": lambda number: 3 * number}
 
 CALLS = 0.45

@@ -74,7 +74,7 @@ class TwentyQuestions:
         question = read_question(text)
         guess = self._find_guess(question)
         if guess == self._secret:
-            return f"Yes, it is {guess}! You asked {self._asked} questions.", 1.0, True
+            return f"Yes, it is {guess}! That was question {self._asked}.", 1.0, True
         if self._asked >= self._most:
             return f"That was question {self._asked}. It is {self._secret}.", 0.0, True
         return (NO if guess else self._answer(question)), None, False

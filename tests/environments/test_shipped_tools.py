@@ -84,12 +84,15 @@ def test_a_program_that_does_not_end_is_ended_and_what_it_printed_is_kept():
 @needs_box
 def test_a_completion_calls_the_shipped_tools_in_a_process_of_its_own():
     spec = EnvironmentSpec(
-        tools=["calculator", "python"], tool_options={"python": {"timeout": HANG_S}}, deadline_s=HANG_S
-    )
+        environment="twenty_questions", environment_options={"questions": 5}, tools=["calculator", "python"],
+        tool_options={"python": {"timeout": HANG_S}}, deadline_s=HANG_S,
+    )  # fmt: skip
     with EnvironmentHost(spec) as host:
         process = host.fork(0)
         assert process.ask(call="calculator", arguments={"expression": "6*7"}) == "42"
         assert process.ask(call="python", arguments={"code": "print(sum(range(10)))"}) == "45"
+        assert process.ask(reset={"secret": "cat"}) is None
+        assert process.ask(step="Is it a cat?") == ["Yes, it is cat! That was question 1.", 1.0, True]
         process.end()
 
 
@@ -129,7 +132,7 @@ def test_questions_are_answered_from_the_table_and_the_thing_that_is_named_ends_
     assert game.step("Is it red or green?")[0].startswith("I do not understand")
     assert game.step("") == (game.step("hm")[0], None, False)
     said, reward, is_done = game.step("Is it a tiger?")
-    assert (said, reward, is_done) == ("Yes, it is tiger! You asked 10 questions.", 1.0, True)
+    assert (said, reward, is_done) == ("Yes, it is tiger! That was question 10.", 1.0, True)
 
 
 def test_a_game_ends_with_nothing_after_its_last_question_and_the_next_one_begins_anew(tmp_path: Path):
