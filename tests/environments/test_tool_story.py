@@ -15,7 +15,7 @@ from processes import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 N_HELD_OUT = 90
-STEPS = 24
+STEPS = 10
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def test_a_model_learns_to_ask_a_calculator_and_learns_nothing_from_one_that_lie
     assert all([turn["role"] for turn in turns] == ["assistant", "tool", "assistant"] for turns in right)
 
     lies = f"grpo.tools=[{ROOT / 'data' / 'tool_sums' / 'lying.py'}:calculator]"
-    few = ("train.max_steps=8", "train.eval_steps=8", "train.save_steps=8")
+    few = ("train.max_steps=5", "train.eval_steps=5", "train.save_steps=5")
     train(tmp_path, "run_grpo_tools_toy", "run_name=lying", start, lies, *few)
-    assert held_out_pass(tmp_path / "lying", 8) <= 0.05
+    assert held_out_pass(tmp_path / "lying", 5) <= 0.05
     assert max(line["reward"] for line in lines(tmp_path / "lying" / "metrics.jsonl")) <= 0.05
