@@ -119,8 +119,9 @@ def _load_rows(cfg: RunConfig) -> Any:
     elif cfg.task.learns_from_rewards:
         from sftplay.data.inspect import as_examples
         from sftplay.data.load_prompts import load_prompts
+        from sftplay.environments.processes import EnvironmentSpec, describe_tools
 
-        rows = as_examples(load_prompts(cfg, tokenizer))
+        rows = as_examples(load_prompts(cfg, tokenizer, tools=describe_tools(EnvironmentSpec.from_config(cfg))))
     else:
         from sftplay.data.pipeline import load_examples
 

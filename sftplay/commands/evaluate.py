@@ -147,10 +147,15 @@ def _load_data(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
     template = stored_template(tokenizer, folder)
+    named: dict[str, Any] = {"renderer_template": template}
+    if cfg.task.learns_from_rewards:
+        from sftplay.environments.processes import EnvironmentSpec, describe_tools
+
+        named["tools"] = describe_tools(EnvironmentSpec.from_config(cfg))
     if split == "test":
         load = load_held_out_prompts if cfg.task.learns_from_rewards else load_held_out
-        return load(cfg, tokenizer, path=str(cfg.data.test_path), renderer_template=template)
+        return load(cfg, tokenizer, path=str(cfg.data.test_path), **named)
     if cfg.task.learns_from_rewards:
-        return load_prompts(cfg, tokenizer, renderer_template=template)
+        return load_prompts(cfg, tokenizer, **named)
     checked = folder.read_json("data_report.json").get("files")
     return load_examples(cfg, tokenizer, renderer_template=template, checked=checked)

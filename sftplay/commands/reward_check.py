@@ -87,10 +87,11 @@ def _recheck(args: Namespace) -> int:
         files = [files[at * len(files) // args.n] for at in range(args.n)] if args.n < len(files) else files
     prepare_environment(cfg)
     from sftplay.data.load_prompts import load_prompts
+    from sftplay.environments.processes import EnvironmentSpec, describe_tools
     from sftplay.model.tokenizer import load_tokenizer
     from sftplay.reward.reward_set import RewardSet
 
-    prompts = load_prompts(cfg, load_tokenizer(cfg.model))
+    prompts = load_prompts(cfg, load_tokenizer(cfg.model), tools=describe_tools(EnvironmentSpec.from_config(cfg)))
     with RewardSet(cfg) as rewards:
         found = recompute(files, prompts.train, columns=prompts.report["columns"], reward_set=rewards)
         executor = rewards.executor

@@ -128,22 +128,24 @@ class Prompts:
     tools: str = ""  # the tools that all prompts show, as JSON text in OpenAI's form; empty for none
 
 
-def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None) -> Prompts:
+def load_prompts(
+    cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None, tools: str | None = None
+) -> Prompts:
     """Return the prompts of `data.train_path`, and those that `data.val_path` or `data.split` holds out.
 
-    `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model. A
+    `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model.
+    `tools` are those that the prompts show, as `describe_tools` writes them; None where completions have one turn. A
     prompt of more than `cfg.prompt_tokens` tokens is left out, or ends the run where `data.too_long` says error: a
     question is not cut. Several processes may call this at once; one reads and the others wait.
 
-    Raise DataError where a file cannot be read, a row has no question and the config says error, or no prompt is left;
-    ConfigError where the tools of task grpo cannot be described.
+    Raise DataError where a file cannot be read, a row has no question and the config says error, or no prompt is left.
     """
     data = cfg.data
     inputs = [Input(cfg.rows_path, held_out_share(cfg))]
     if data.val_path:
         inputs = [Input(cfg.rows_path, 0.0), Input(data.val_path, 1.0)]
     guarded = [data.test_path] if data.test_path else []
-    prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded)
+    prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, tools=tools)
     if not len(prompts.train):
         report = prompts.report
         went = where_rows_went(report["sources"].get("train", report), refused_rows=report["refused_rows"])
@@ -152,21 +154,25 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     return prompts
 
 
-def prepare_prompts(cfg: RunConfig, tokenizer: Any, *, called: str) -> Prompts:
+def prepare_prompts(cfg: RunConfig, tokenizer: Any, *, called: str, tools: str | None = None) -> Prompts:
     """Call `load_prompts` with a status line, and give the tokenizer the chat template of the prompts."""
     log.status(f"preparing the {called} of {cfg.rows_path}", "data")
-    prompts = load_prompts(cfg, tokenizer)
+    prompts = load_prompts(cfg, tokenizer, tools=tools)
     if prompts.renderer.template is not None:
         tokenizer.chat_template = prompts.renderer.template
     return prompts
 
 
-def load_held_out_prompts(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None) -> Prompts:
+def load_held_out_prompts(
+    cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None, tools: str | None = None
+) -> Prompts:
     """Return all prompts of one file as the held-out side, as for `data.test_path`; `train` is empty."""
-    return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)], guarded=[])
+    return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)], guarded=[], tools=tools)
 
 
-def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str]) -> Prompts:
+def _load(
+    cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str], tools: str | None
+) -> Prompts:
     data, max_tokens = cfg.data, cfg.prompt_tokens
     digests = {path: kept_digest(path, data.processed_dir) for path in (*(given.path for given in inputs), *guarded)}
     path = inputs[0].path
@@ -179,11 +185,9 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
     parts |= {"kind": "prompts", "max_tokens": max_tokens}
     if cfg.task.turns == 2:
         parts["asked"] = "the last turn"
-    tools, turns = "", None
-    if cfg.task.turns == 1 and (cfg.grpo.environment or cfg.grpo.tools):
-        from sftplay.environments.processes import EnvironmentSpec, describe_tools
-
-        tools = describe_tools(EnvironmentSpec.from_config(cfg))
+    turns = None
+    if cfg.task.turns == 1 and cfg.task.learns_from_rewards and (cfg.grpo.environment or cfg.grpo.tools):
+        assert tools is not None, "the prompts would not show the tools"
         turns = (cfg.grpo.environment is not None, tools)
         parts["turns"] = turns
     folder = Path(data.processed_dir) / fingerprint(parts)
@@ -198,7 +202,7 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         source["refused_rows"] = str(folder / REFUSED)
     report |= {"fingerprint": folder.name, "files": digests}
     train, held_out = (Questions(Dataset.from_file(str(folder / f"{side}.arrow"))) for side in SIDES)
-    return Prompts(train, held_out, renderer, report, folder.name, tools)
+    return Prompts(train, held_out, renderer, report, folder.name, tools or "")
 
 
 class _Pass:

@@ -91,7 +91,7 @@ def _held_out(cfg: RunConfig, folder: RunFolder, renderer: Any) -> Iterator[Prom
     if cfg.task.learns_from_rewards:
         from sftplay.data.load_prompts import load_prompts
 
-        asked = load_prompts(cfg, tokenizer, renderer_template=template).held_out
+        asked = load_prompts(cfg, tokenizer, renderer_template=template, tools="").held_out
         for row in (asked[n] for n in range(len(asked))):
             messages = (Message("user", row.question),)
             lead = (Message("system", cfg.data.system),) if cfg.data.system else ()

@@ -12,6 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import prepare_prompts, prompts_table
+from sftplay.environments.processes import EnvironmentSpec, describe_tools
 from sftplay.environments.rollouts import Rollouts
 from sftplay.evaluate.evaluate import evenly_spaced
 from sftplay.evaluate.rewarded import evaluate_prompts
@@ -92,7 +93,7 @@ class PromptTrainer(SamplingMixin, GRPOTrainer):
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
     """Load the prompts in `cfg.data`, and set the tokenizer's chat template. Raise DataError where none is left."""
-    prompts = prepare_prompts(cfg, tokenizer, called="prompts")
+    prompts = prepare_prompts(cfg, tokenizer, called="prompts", tools=describe_tools(EnvironmentSpec.from_config(cfg)))
     order, known = find_run_order(cfg, prompts)
     return Rows(
         train=PromptRows(prompts.train, order),

@@ -153,7 +153,7 @@ def test_a_run_stopped_in_a_rollout_batch_goes_on_to_the_same_weights(trained: F
 
 def test_the_final_evaluation_plays_the_same_turns_as_the_one_in_training(trained: Finished, tmp_path: Path):
     model = trained.trainer.model
-    prompts = load_prompts(trained.cfg, trained.trainer.processing_class)
+    prompts = load_prompts(trained.cfg, trained.trainer.processing_class, tools="")
     found = evaluate_prompts(model, prompts, cfg=trained.cfg, path=tmp_path / "after.json")
     during = json.loads((trained.folder.eval / "step-3.json").read_text())
     assert during["turns"] > 1
