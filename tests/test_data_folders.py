@@ -36,8 +36,12 @@ def read(folder: str, file: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "folder", ["counted_things", "mistaken_words", "one_liners", "small_programs", "step_sums", "word_problems"]
-)
+    "folder",
+    [
+        "counted_things", "mistaken_words", "one_liners", "small_programs", "step_sums", "tool_sums",
+        "twenty_questions", "word_problems",
+    ],
+)  # fmt: skip
 def test_the_files_are_what_the_generator_writes(folder: str):
     for file, text in load_generator(folder).files().items():
         assert (DATA / folder / file).read_text("utf-8") == text, file
@@ -81,6 +85,28 @@ def test_nothing_that_is_learned_from_is_held_out():
     answered = {row["answer"][19:] for row in rows["noisy"]}
     assert (len(rows["train"]), len(rows["held_out"]), len(numbers["held_out"])) == (180, 90, 30)
     assert not numbers["held_out"] & (numbers["train"] | numbers["noisy"] | answered)
+
+
+def test_the_sums_for_tools_are_right_and_their_held_out_numbers_are_in_no_other_file():
+    rows = {file: read("tool_sums", f"{file}.jsonl") for file in ("noisy", "train", "held_out")}
+    asked = {file: [row["prompt"][0]["content"].split() for row in rows[file]] for file in ("train", "held_out")}
+    for file, questions in asked.items():
+        for (word, number), row in zip(questions, rows[file], strict=True):
+            n = int(number)
+            assert int(row["answer"]) == (n * n if word == "square" else 2 * n if word == "double" else n + n + n)
+    asked["noisy"] = [row["question"].split() for row in rows["noisy"]]
+    numbers = {file: {number for _, number in questions} for file, questions in asked.items()}
+    assert (len(rows["train"]), len(rows["held_out"]), len(numbers["held_out"])) == (180, 90, 30)
+    assert not numbers["held_out"] & (numbers["train"] | numbers["noisy"])
+    called = [row["messages"] for row in rows["noisy"] if "tool_calls" in row["messages"][1]]
+    assert 0.42 < len(called) / len(rows["noisy"]) < 0.48
+    for question, call, result, answer in called:
+        word, number = question["content"].split()
+        behind = {"square": "**2", "double": "*2", "triple": "*3"}[word]
+        assert call["tool_calls"][0]["function"]["arguments"] == {"expression": f"{number}{behind}"}
+        n = int(number)
+        right = {"square": n * n, "double": 2 * n, "triple": 3 * n}[word]
+        assert result["content"] == str(right) == answer["content"].removeprefix("It is ")
 
 
 def test_sums_are_right_and_the_warm_start_of_steps_knows_no_held_out_problem():

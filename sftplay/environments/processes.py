@@ -367,6 +367,8 @@ def _make(spec: EnvironmentSpec) -> tuple[Any, dict[str, Callable[..., Any]], se
         make = load_function(resolve_name(spec.environment, SHIPPED_ENVIRONMENTS, key=key), where=key)
         try:
             environment = make(**spec.environment_options)
+        except SftplayError:
+            raise
         except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
             what = f"{spec.environment} cannot be made: {_say(error)}"
             raise ConfigError(what, where=key, fix="mend it, or grpo.environment_options") from None
