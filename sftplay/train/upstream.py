@@ -131,6 +131,12 @@ def tuned_for_decoding(model: Any) -> Any:
     return model._optimize_model_for_decode()
 
 
+def read_padding(config: Any) -> Any:
+    """Return the tensor of the token that `generate` writes after a row's end (transformers 5.17, generation/utils.py,
+    `_prepare_special_tokens`)."""
+    return config._pad_token_tensor
+
+
 def gather_zero3_weights(trainer: Any, *, leaves_out_frozen: bool) -> dict[str, Any] | None:
     """Gather a model that ZeRO-3 shards in 16 bits; only the main rank gets it (deepspeed 0.19, runtime/engine.py)."""
     weights: dict[str, Any] | None = trainer.deepspeed._zero3_consolidated_16bit_state_dict(

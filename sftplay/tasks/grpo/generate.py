@@ -36,7 +36,7 @@ from sftplay import log
 from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.tasks.grpo.sampler_check import SampledRow
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.upstream import find_attention, tuned_for_decoding
+from sftplay.train.upstream import find_attention, read_padding, tuned_for_decoding
 
 EACH_ROW_ALONE = (
     EpsilonLogitsWarper, EtaLogitsWarper, InfNanRemoveLogitsProcessor, LogitNormalization, MinPLogitsWarper,
@@ -130,7 +130,7 @@ class PromptSampler:
         mask = model_kwargs.get("attention_mask")
         rows = SampledRows(
             model, input_ids, torch.ones_like(input_ids) if mask is None else mask, processors=logits_processor,
-            criteria=stopping_criteria, samples=generation_config.do_sample, pad=generation_config._pad_token_tensor,
+            criteria=stopping_criteria, samples=generation_config.do_sample, pad=read_padding(generation_config),
             records=self.records, top=self.top,
         )  # fmt: skip
         rows.beat = self.beat
