@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # pydantic comes with it, which the process of a job does not
 MODULE = "sftplay.launch.generation_server"
 KEY = "grpo.vllm.command"
 
+GLOO = "gloo"  # the kit's own way for weights where there is no GPU (`tasks.grpo.vllm_cpu`)
 URL = "SFTPLAY_SERVER_URL"  # the trainers' variable with the address of the server that was started for them
 DEFAULT_URL = "http://localhost:8000"  # TRL's own default
 

@@ -97,6 +97,27 @@ def replace_sent_weights(generation: Any, read: Callable[[], Iterable[tuple[str,
     generation._iter_named_params = read
 
 
+def replace_sync(generation: Any, sync: Callable[[], None]) -> None:
+    """Let a `VLLMGeneration` bring vLLM the newest weights by `sync` (trl 1.16, generation/vllm_generation.py)."""
+    generation.sync_weights = sync
+
+
+@contextmanager
+def vllm_replaced(**names: Any) -> Iterator[None]:
+    """Inside, a new `VLLMGeneration` takes these for `VLLMClient` or `LLM` (trl 1.16, generation/vllm_generation.py).
+    """
+    from trl.generation import vllm_generation
+
+    before = {name: getattr(vllm_generation, name) for name in names}
+    for name, value in names.items():
+        setattr(vllm_generation, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(vllm_generation, name, value)
+
+
 @contextmanager
 def last_logits_processor(model: Any, make: Callable[[], Callable[..., Any]]) -> Iterator[None]:
     """Inside, `model.generate` ends its logits processors with one of `make`; TRL passes none to it.

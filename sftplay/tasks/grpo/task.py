@@ -20,7 +20,7 @@ from sftplay.machine.ports import free_port
 from sftplay.machine.releases import page_argument
 from sftplay.tasks.grpo.sampling import PromptRows, SamplingMixin, find_run_order
 from sftplay.tasks.grpo.scoring import KeepDraws, RewardScorer
-from sftplay.tasks.grpo.vllm_weights import send_copies
+from sftplay.tasks.grpo.vllm_weights import send_to_vllm, vllm_chosen
 from sftplay.tasks.grpo.watch import EvaluatePrompts, SignalHealth, WatchBaseWeights
 from sftplay.train.checkpointing import describe_renderer
 from sftplay.train.task import Rows, TrainerParts
@@ -33,6 +33,7 @@ SAME_NAMES = (
 )  # fmt: skip
 """Keys that TRL calls as the kit does."""
 
+SENT = "sent_to_vllm"  # in the run's folder: the adapter, where a server reads it from files
 PAGE_TOKENS = 32  # tokens per page of the cache
 
 
@@ -128,23 +129,25 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
         arguments["generation_kwargs"] = {"stop_token_ids": ends, **(arguments.get("generation_kwargs") or {})}
     config = GRPOConfig(**arguments, reward_weights=list(scorer.training_weights.values()))
     frozen = [WatchBaseWeights(parts.folder)] if cfg.tuning.mode != "full" else []
-    trainer = PromptTrainer(
-        parts.step,
-        cfg=cfg,
-        run_folder=parts.folder.path,
-        scorer=scorer,
-        questions=parts.rows.source.train,
-        model=parts.model,
-        processing_class=parts.tokenizer,
-        args=on_one_gpu(config),
-        # TRL takes only a `datasets.Dataset`, which does not keep columns of any type.
-        train_dataset=Dataset.from_dict({"prompt": [""]}),
-        # The watch is first, so that a step with a changed base leaves no complete checkpoint.
-        callbacks=[*frozen, *parts.callbacks, SignalHealth(cfg), KeepDraws()],
-    )
+    config = on_one_gpu(config)
+    with vllm_chosen(cfg, parts.model, config):
+        trainer = PromptTrainer(
+            parts.step,
+            cfg=cfg,
+            run_folder=parts.folder.path,
+            scorer=scorer,
+            questions=parts.rows.source.train,
+            model=parts.model,
+            processing_class=parts.tokenizer,
+            args=config,
+            # TRL takes only a `datasets.Dataset`, which does not keep columns of any type.
+            train_dataset=Dataset.from_dict({"prompt": [""]}),
+            # The watch is first, so that a step with a changed base leaves no complete checkpoint.
+            callbacks=[*frozen, *parts.callbacks, SignalHealth(cfg), KeepDraws()],
+        )
     trainer.train_dataset = parts.train
-    if trainer.use_vllm and frozen:
-        send_copies(trainer.vllm_generation)
+    if trainer.use_vllm:
+        send_to_vllm(trainer, cfg, parts.folder.path / SENT)
     if parts.rows.held_out is not None:
         assert parts.rows.order is not None
         evaluation = EvaluatePrompts(
