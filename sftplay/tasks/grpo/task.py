@@ -89,6 +89,14 @@ def _generation_arguments(cfg: RunConfig) -> dict[str, Any]:
 class PromptTrainer(SamplingMixin, GRPOTrainer):
     """TRL's trainer with the kit's prompts and rewards."""
 
+    def train(self, *given: Any, **named: Any) -> Any:
+        """Train, and end a vLLM in this process, which would otherwise fail behind the end of the process group."""
+        try:
+            return super().train(*given, **named)
+        finally:
+            if self.use_vllm and self.cfg.grpo.generation == "vllm_colocate":
+                self.vllm_generation.llm.llm_engine.engine_core.shutdown()
+
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
     """Load the prompts in `cfg.data`, and set the tokenizer's chat template. Raise DataError where none is left."""

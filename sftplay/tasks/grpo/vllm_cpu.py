@@ -99,9 +99,7 @@ class GlooEngine(WeightTransferEngine[Meeting, Announced]):
         """Meet the trainer; a later one takes the place of an earlier one."""
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
-        self._group = Group(
-            init_info.master_address, init_info.master_port, rank=rank, world_size=init_info.world_size
-        )
+        self._group = Group(init_info.master_address, init_info.master_port, rank=rank, world_size=init_info.world_size)
 
     def start_weight_update(self) -> None:
         """Make room for weights as they stand in a checkpoint."""
@@ -136,8 +134,8 @@ def begin_reload(model: nn.Module) -> None:
 
 
 def finish_reload(model: nn.Module, model_config: Any) -> None:
-    """Pack the loaded weights. vLLM itself leaves the head packed as it was where it shares the embedding's weights: the
-    head then answers by the model's old weights, and nothing says so.
+    """Pack the loaded weights. Where the head shares the embedding's weights, vLLM itself leaves it packed as it was: it
+    then answers by the model's old weights, and nothing says so.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -203,9 +201,7 @@ class GlooClient(VLLMClient):
         announced = {"names": names, "dtype_names": dtypes, "shapes": shapes}
         self._start_weight_update()
         with ThreadPoolExecutor(1) as threads:
-            received = threads.submit(
-                self._post, f"{self.base_url}/update_weights", json={"update_info": announced}
-            )
+            received = threads.submit(self._post, f"{self.base_url}/update_weights", json={"update_info": announced})
             try:
                 for _, weight in named_params:
                     self.communicator.broadcast(weight.detach().contiguous())

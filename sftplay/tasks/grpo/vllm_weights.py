@@ -14,7 +14,7 @@ from torch import Tensor
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.export.adapter_names import mountable_by_vllm
-from sftplay.export.vllm_command import find_cache_bytes, find_lora_rank
+from sftplay.export.vllm_command import cpu_dtype, find_cache_bytes, find_lora_rank
 from sftplay.train.upstream import is_engine_fsdp, replace_sent_weights, replace_sync, vllm_replaced
 
 TRAINED = "trained"
@@ -46,11 +46,6 @@ def vllm_chosen(cfg: RunConfig, model: Any, args: Any) -> Iterator[None]:
             yield
     else:
         yield
-
-
-def cpu_dtype(cfg: RunConfig) -> str:
-    """Return the dtype in which vLLM computes without a GPU: that in which the trainer does."""
-    return "bfloat16" if cfg.train.precision == "bf16" else "float32"
 
 
 def send_to_vllm(trainer: Any, cfg: RunConfig, folder: Path) -> None:
