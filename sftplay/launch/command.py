@@ -129,8 +129,8 @@ def launcher_command(
     """The command up to the workers' module. The user's options for the launcher come last.
 
     `strategy` is the workers' environment for their strategy, `config` the path of `accelerate_config`'s text, `gpus`
-    the CUDA_VISIBLE_DEVICES of a machine with GPUs, `python` the workers' (Ray's driver chooses it itself). Raises ConfigError if the launcher cannot start such a run;
-    MachineError if it is not installed.
+    the CUDA_VISIBLE_DEVICES of a machine with GPUs, `python` the workers'; Ray's driver chooses it
+    itself. Raises ConfigError if the launcher cannot start such a run; MachineError if it is not installed.
     """
     if launcher == "ray":
         if scale.nnodes > 1:

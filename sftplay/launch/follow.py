@@ -207,8 +207,8 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
 
     A run that stands still for `train.stall_timeout` of its resolved config is ended. Only node 0 decides how the run
     ended. Other nodes return the launcher's exit code, or that of a stop signal. `check_nodes` is called every half
-    second and may raise NodeLost or Death. Raises FolderGone if somebody has removed or moved the run's folder. Nothing is
-    written where it was.
+    second and may raise NodeLost or Death. Raises FolderGone if somebody has removed or moved the run's folder. Nothing
+    is written where it was.
     """
     console = new_console()
     console.status("[train] the worker imports its libraries")

@@ -97,6 +97,12 @@ def replace_sent_weights(generation: Any, read: Callable[[], Iterable[tuple[str,
     generation._iter_named_params = read
 
 
+def read_sent_weights(generation: Any) -> Iterable[tuple[str, Any]]:
+    """Return the weights that a `VLLMGeneration` sends, by name (trl 1.16, generation/vllm_generation.py)."""
+    sent: Iterable[tuple[str, Any]] = generation._iter_named_params()
+    return sent
+
+
 def replace_sync(generation: Any, sync: Callable[[], None]) -> None:
     """Let a `VLLMGeneration` bring vLLM the newest weights by `sync` (trl 1.16, generation/vllm_generation.py)."""
     generation.sync_weights = sync
@@ -104,7 +110,7 @@ def replace_sync(generation: Any, sync: Callable[[], None]) -> None:
 
 @contextmanager
 def vllm_replaced(**names: Any) -> Iterator[None]:
-    """Inside, a new `VLLMGeneration` takes these for `VLLMClient` or `LLM` (trl 1.16, generation/vllm_generation.py)."""
+    """Inside, a new `VLLMGeneration` takes these for `VLLMClient`, `LLM` (trl 1.16, generation/vllm_generation.py)."""
     from trl.generation import vllm_generation
 
     before = {name: getattr(vllm_generation, name) for name in names}

@@ -50,6 +50,18 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
         ),
         ("grpo: {generation: vllm_server}\ntuning: {mode: qlora}", "grpo.generation", "write tuning.mode: lora"),
         ("grpo: {generation: vllm_colocate}\ntuning: {mode: qlora}", "grpo.generation", "write tuning.mode: lora"),
+        *(
+            (
+                f"grpo: {{generation: vllm_server, vllm: {{sync: adapter}}}}\n{other}",
+                "grpo.vllm.sync",
+                "write grpo.vllm.sync: full",
+            )
+            for other in (
+                "tuning: {mode: full}",
+                "tuning: {lora: {dora: true}}",
+                "tuning: {lora: {modules_to_save: [norm]}}",
+            )
+        ),
         ("train: {packing: true}", "train.packing", "write train.packing: false"),
         ("train: {neftune_alpha: 5}", "train.neftune_alpha", "write train.neftune_alpha: null"),
         ("train: {loss_head: standard}", "train.loss_head", "write train.loss_head: auto"),

@@ -33,9 +33,9 @@ class VllmConfig(Section):
     server that the kit starts: the GPUs of its node. TRL's default is 1."""
 
     sync: Literal["full", "adapter"] = "full"
-    """vllm_server: what the server gets before it samples. full: all weights, merged with the adapter. adapter: the files
-    of a LoRA, which it reads from the run's folder and puts on the base that it has loaded: less to send, slower to
-    sample. TRL knows only full."""
+    """vllm_server: what the server gets before it samples. full: all weights, merged with the adapter. adapter: the
+    files of a LoRA, which it reads from the run's folder and puts on the base that it has loaded: less to send, slower
+    to sample. TRL knows only full."""
 
     url: str | None = None
     """vllm_server: address of a server that runs. None means that the kit starts one: `make train` on this machine,

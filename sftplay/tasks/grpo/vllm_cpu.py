@@ -134,8 +134,8 @@ def begin_reload(model: nn.Module) -> None:
 
 
 def finish_reload(model: nn.Module, model_config: Any) -> None:
-    """Pack the loaded weights. Where the head shares the embedding's weights, vLLM itself leaves it packed as it was: it
-    then answers by the model's old weights, and nothing says so.
+    """Pack the loaded weights. Where the head shares the embedding's weights, vLLM itself leaves it packed as it was:
+    it then answers by the model's old weights, and nothing says so.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -160,6 +160,8 @@ class GlooClient(VLLMClient):
         except requests.RequestException as error:
             what = f"the generation server at {self.base_url} does not answer any more ({type(error).__name__})"
             raise RunError(what, where=WHERE, fix="look at its log, then `make resume`") from error
+
+    communicator: Group | None
 
     def init_communicator(self, device: Any = 0) -> None:
         """Meet the server's workers. Raise MachineError where the server has another way for weights."""
@@ -202,6 +204,7 @@ class GlooClient(VLLMClient):
         self._start_weight_update()
         with ThreadPoolExecutor(1) as threads:
             received = threads.submit(self._post, f"{self.base_url}/update_weights", json={"update_info": announced})
+            assert self.communicator is not None
             try:
                 for _, weight in named_params:
                     self.communicator.broadcast(weight.detach().contiguous())

@@ -42,7 +42,7 @@ from sftplay.signals import catch_signals, popen_tied
 KEY = "grpo.vllm.command"
 
 NEEDED = ("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1")
-"""What TRL's trainers need of a server, next to a way for weights (trl 1.16, scripts/vllm_serve.py, `build_command`)."""
+"""What TRL's trainers need of a server next to a way for weights (trl 1.16, scripts/vllm_serve.py, `build_command`)."""
 
 PLUGIN = Path(__file__).with_name("vllm_plugin")
 """Metadata of a package that tells vLLM of the engine in `vllm_cpu`, by the entry point `vllm.general_plugins`."""

@@ -15,7 +15,13 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.export.adapter_names import mountable_by_vllm
 from sftplay.export.vllm_command import cpu_dtype, find_cache_bytes, find_lora_rank
-from sftplay.train.upstream import is_engine_fsdp, replace_sent_weights, replace_sync, vllm_replaced
+from sftplay.train.upstream import (
+    is_engine_fsdp,
+    read_sent_weights,
+    replace_sent_weights,
+    replace_sync,
+    vllm_replaced,
+)
 
 TRAINED = "trained"
 """What the server calls the adapter."""
@@ -59,7 +65,7 @@ def send_to_vllm(trainer: Any, cfg: RunConfig, folder: Path) -> None:
     if kind == "vllm_colocate" and trainer.accelerator.device.type == "cpu":
         from sftplay.tasks.grpo.vllm_cpu import load_into
 
-        replace_sync(generation, lambda: load_into(generation.llm, generation._iter_named_params()))
+        replace_sync(generation, lambda: load_into(generation.llm, read_sent_weights(generation)))
 
 
 def send_adapter(trainer: Any, *, folder: Path) -> None:
