@@ -1,4 +1,4 @@
-"""The generation server of a run (grpo.generation: vllm_server): the process that holds it, and the trainers beside it.
+"""The generation server of a run (grpo.generation: vllm_server): what holds it, and the trainers that need it.
 
 `make train`, SLURM or Ray start `MODULE` on the server's node. When the server answers, its address stands in a file,
 and the trainers learn it from their environment.
@@ -12,22 +12,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from sftplay import log
 from sftplay.errors import MachineError, RunError
-from sftplay.launch.processes import Death
 from sftplay.machine.ports import HOST
 from sftplay.places import ROOT, find_python
 from sftplay.signals import popen_tied
 
 if TYPE_CHECKING:  # pydantic comes with it, which the process of a job does not need
     from sftplay.config.run import RunConfig
-    from sftplay.launch.run_folder import RunFolder
 
 MODULE = "sftplay.tasks.grpo.vllm_server"
 
@@ -53,11 +50,9 @@ def find_worker_python(cfg: RunConfig) -> str:
     return str((find_python() if has_vllm else None) or sys.executable)
 
 
-def vllm_environment(cfg: RunConfig) -> dict[str, str]:
-    """The workers' variables where vLLM samples. In one process with the trainer it must not start another, nor bind
-    the trainer's threads to cores."""
-    if cfg.task.turns != 1 or not cfg.grpo.generation.startswith("vllm"):
-        return {}
+def vllm_environment() -> dict[str, str]:
+    """Variables of workers whose answers vLLM samples. In one process with the trainer it must neither start others nor
+    bind the trainer's threads to cores."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     return quiet | {"PYTHONPATH": paths, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -138,39 +133,10 @@ class FollowedServer:
             self.lost, _ = self._look()
             time.sleep(POLL_S)
 
-    def check_alive(self) -> None:
-        """Raise Death if the server has ended: trainers on this machine may be started again with another one."""
-        code, _ = self._look()
-        if code is not None:
-            what = f"the generation server has ended with {code} while the run trained"
-            fix = "look at logs/generation_server.log, then `make resume`"
-            raise Death(what, where="grpo.generation", fix=fix)
-
     def check(self) -> None:
         """Raise RunError if the trainers were stopped because the server had ended."""
         if self.lost is not None and not self._is_stopping():
             raise _lost_error(self.lost, "while the run trained", kind=RunError)
-
-
-@contextmanager
-def server_beside(
-    cfg: RunConfig, folder: RunFolder, *, env: Mapping[str, str]
-) -> Iterator[tuple[dict[str, str], FollowedServer]]:
-    """Hold the run's server on this machine, with `env`, until the block ends: the trainers' variables, and the server.
-    Raise MachineError or RunError where it never answers.
-    """
-    log.say("starting the generation server, which takes a minute; its own lines go to logs/generation_server.log")
-    process = ServerProcess(
-        folder.resolved, folder.logs / "generation_server.url", log_file=folder.logs / "generation_server.log",
-        options=["--node", HOST], env=env,
-    )  # fmt: skip
-    server = FollowedServer(process.look, is_stopping=lambda: False)
-    try:
-        url = server.await_address()
-        log.say(f"the generation server answers at {url}")
-        yield client_environment(url, os.environ), server
-    finally:
-        process.end()
 
 
 def _lost_error(code: int, when: str, *, kind: type[MachineError | RunError]) -> MachineError | RunError:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -22,22 +23,15 @@ from sftplay.config.load import load_config
 from sftplay.config.resolved import dump_resolved, flow
 from sftplay.config.rules import notes
 from sftplay.config.run import RunConfig
-from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
+from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.follow import FolderGone, follow
-from sftplay.launch.generation_server import (
-    URL,
-    find_worker_python,
-    server_beside,
-    starts_server,
-    vllm_environment,
-)
-from sftplay.launch.processes import Death, cause_of_death
+from sftplay.launch.processes import cause_of_death
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder, name_taken
 from sftplay.log import is_terminal
 from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
-from sftplay.machine.probe import Machine, find_gpus
+from sftplay.machine.probe import Machine
 from sftplay.plan.forecast import Hardware
 from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
@@ -56,10 +50,6 @@ from sftplay.units import GIB, format_bytes
 if TYPE_CHECKING:
     from sftplay.launch.nodes import Rendezvous
     from sftplay.plan.fit import Fit
-
-
-NOTICED_S = 3.0
-"""How long after its workers a generation server may be seen to have ended, which they have failed for want of."""
 
 
 def run_workers(
@@ -99,11 +89,13 @@ def run_workers(
         folder.update_status(
             state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None, started=started
         )
-        if needs_server(cfg, args):
-            exit_code = follow_with_server(command, folder, cfg=cfg, check_nodes=check_nodes, nnodes=args.nnodes)
-        else:
-            log.say("starting the worker")
-            exit_code = follow(command, folder, check_nodes=check_nodes)
+        followed = follow
+        if cfg.task.turns == 1 and cfg.grpo.generation == "vllm_server":
+            from sftplay.runs.generation_server import choose_follow
+
+            followed = choose_follow(cfg, args)
+        log.say("starting the worker")
+        exit_code = followed(command, folder, check_nodes=check_nodes)
         error = folder.read_json("status.json").get("error") or {}
         # Several nodes would have to agree on smaller micro-batches.
         if args.nnodes == 1 and error.get("code") == "memory" and error.get("batch_size"):
@@ -125,51 +117,6 @@ def run_workers(
     if args.json and (args.verb != "demo" or exit_code):
         print(json.dumps(describe_end(folder)))
     return exit_code
-
-
-def needs_server(cfg: RunConfig, args: Namespace) -> bool:
-    """Say whether the generation server is to be started here: SLURM and Ray start it on a node of its own."""
-    is_elsewhere = bool(os.environ.get(URL)) or (cfg.cluster.launcher == "ray" and args.nproc not in (None, "", "1"))
-    return starts_server(cfg) and not is_elsewhere and args.node_rank == 0
-
-
-def follow_with_server(
-    command: Launch, folder: RunFolder, *, cfg: RunConfig, check_nodes: Callable[[], None] | None, nnodes: int
-) -> int:
-    """Follow the workers next to a generation server on this machine: neither outlives the other. Raise MachineError or
-    RunError where the server never answers.
-    """
-    processes = folder.read_json("plan.json")["world_size"] // nnodes
-    with server_beside(cfg, folder, env=server_gpus(cfg, processes)) as (env, server):
-
-        def check() -> None:
-            server.check_alive()
-            if check_nodes:
-                check_nodes()
-
-        log.say("starting the worker")
-        exit_code = follow(replace(command, env={**command.env, **env}), folder, check_nodes=check)
-        if exit_code == RunError.exit_code:  # the worker may have noticed first
-            server.await_end(NOTICED_S)
-            try:
-                server.check_alive()
-            except Death as error:
-                folder.update_status(error=error.as_json())
-        return exit_code
-
-
-def server_gpus(cfg: RunConfig, processes: int) -> dict[str, str]:
-    """Return what leaves the server the GPUs behind those that train. Raise MachineError where too few are left."""
-    gpus, need = find_gpus()[0], cfg.grpo.vllm.tensor_parallel
-    if not gpus:
-        return {}
-    numbers = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(n) for n in range(len(gpus)))
-    left = numbers.split(",")[processes:]
-    if len(left) < need:
-        what = f"{processes} of {len(gpus)} GPUs train, and the server needs {need} of its own"
-        fix = "ask for fewer processes, name a server by grpo.vllm.url, or write grpo.generation: vllm_colocate"
-        raise MachineError(what, where="grpo.generation", fix=fix)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(left[:need])}
 
 
 def shrink(folder: RunFolder, rows: int) -> None:
@@ -223,11 +170,16 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
         log.say(f"note: cluster.launcher {launcher} has no effect: a single process is started directly")
     if cfg.accelerate_shards and scale.world_size > 1:
         strategy = build_strategy_environment(cfg, folder, scale=scale, has_gpu=has_gpu)
+    python, by_vllm = sys.executable, dict[str, str]()
+    if cfg.task.turns == 1 and cfg.grpo.generation.startswith("vllm"):
+        from sftplay.launch.generation_server import find_worker_python, vllm_environment
+
+        python, by_vllm = find_worker_python(cfg), vllm_environment()
     launch = build_launch(
         folder.path, scale, has_gpu=has_gpu, is_offline=needs_no_hub(cfg), strategy=strategy, launcher=launcher,
-        python=find_worker_python(cfg),
+        python=python,
     )  # fmt: skip
-    env = {**launch.env, **vllm_environment(cfg), **gpu_settings(cfg, machine, processes=scale.world_size)}
+    env = {**launch.env, **by_vllm, **gpu_settings(cfg, machine, processes=scale.world_size)}
     if scale.world_size > 1:
         from sftplay.launch.nccl import list_interfaces, nccl_environment
 

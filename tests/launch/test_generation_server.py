@@ -24,7 +24,7 @@ from sftplay.cli import main
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.launch.generation_server import client_environment, find_worker_python, starts_server
-from sftplay.runs import start, submit
+from sftplay.runs import generation_server, submit
 from sftplay.tasks.grpo.vllm_server import server_command
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
@@ -87,15 +87,15 @@ def test_workers_run_by_the_python_that_has_vllm_only_where_it_samples(monkeypat
 
 
 def test_a_server_on_this_machine_gets_the_gpus_behind_those_that_train(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(start, "find_gpus", lambda: ((object(),) * 4, ""))
+    monkeypatch.setattr(generation_server, "find_gpus", lambda: ((object(),) * 4, ""))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert start.server_gpus(config(tensor_parallel=2), 2) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert generation_server.server_gpus(config(tensor_parallel=2), 2) == {"CUDA_VISIBLE_DEVICES": "2,3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
-    assert start.server_gpus(config(), 1) == {"CUDA_VISIBLE_DEVICES": "5"}
+    assert generation_server.server_gpus(config(), 1) == {"CUDA_VISIBLE_DEVICES": "5"}
     with pytest.raises(MachineError, match="3 of 4 GPUs train, and the server needs 2"):
-        start.server_gpus(config(tensor_parallel=2), 3)
-    monkeypatch.setattr(start, "find_gpus", lambda: ((), "none"))
-    assert start.server_gpus(config(), 1) == {}
+        generation_server.server_gpus(config(tensor_parallel=2), 3)
+    monkeypatch.setattr(generation_server, "find_gpus", lambda: ((), "none"))
+    assert generation_server.server_gpus(config(), 1) == {}
 
 
 def test_server_is_started_only_where_the_config_names_none():

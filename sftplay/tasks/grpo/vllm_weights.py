@@ -34,7 +34,7 @@ def vllm_chosen(cfg: RunConfig, model: Any, args: Any) -> Iterator[None]:
     if kind == "vllm_server" and cfg.grpo.vllm.sync == "adapter":
         from trl.generation.vllm_client import VLLMClient
 
-        # Without a group for weights: there are files in its place.
+        # Files take the place of a group for weights.
         client = type("AdapterClient", (VLLMClient,), {"init_communicator": lambda self, device: None})
         with vllm_replaced(VLLMClient=client):
             yield
@@ -69,7 +69,7 @@ def send_to_vllm(trainer: Any, cfg: RunConfig, folder: Path) -> None:
 
 
 def send_adapter(trainer: Any, *, folder: Path) -> None:
-    """Write the adapter to `folder`, let the server load it in place of the one before, and let it forget what that one
+    """Write the adapter to `folder`, let the server load it instead of the one before, and forget what that one
     has computed.
     """
     if not trainer.accelerator.is_main_process:
