@@ -30,10 +30,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from sftplay.errors import MachineError, RunError
 from sftplay.launch.generation_server import GLOO
+from sftplay.machine.ports import free_port
 
 LIMIT = timedelta(minutes=5)
 """How long one side waits for the other, which may be busy with tensors of its own."""
 
+GROUP_PORT = 51216  # TRL's default, at which two runs on one machine would meet each other's server
 WHERE = "grpo.generation"
 
 
@@ -171,15 +173,14 @@ class GlooClient(VLLMClient):
             raise MachineError(what, where="grpo.vllm.url", fix="start it as docs/grpo.md says (vLLM on a CPU)")
         target = urlsplit(self.base_url)
         address = own_address(target.hostname or "", target.port or 80)
+        port = free_port(0) if self.group_port == GROUP_PORT else self.group_port
         world_size = 1 + self.get_world_size()
-        meeting = {
-            "master_address": address, "master_port": self.group_port, "rank_offset": 1, "world_size": world_size
-        }  # fmt: skip
+        meeting = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
         with ThreadPoolExecutor(1) as threads:  # the server meets this process while it answers
             joined = threads.submit(
                 self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": meeting}
             )
-            self.communicator = Group(address, self.group_port, rank=0, world_size=world_size)
+            self.communicator = Group(address, port, rank=0, world_size=world_size)
             joined.result()
 
     def close_communicator(self) -> None:

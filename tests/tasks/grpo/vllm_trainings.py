@@ -21,7 +21,7 @@ STEPS = 5
 
 GREEDY = {
     "grpo__top_k": 1, "grpo__entropy_coef": 0.05, "grpo__extra": {"vllm_importance_sampling_correction": False},
-    "grpo__stop_without_signal": 0,
+    "grpo__stop_without_signal": 0, "train__learning_rate": 3e-4,
 }  # fmt: skip
 """All answers of a group are the likeliest one, so that no advantage is left; what is learned is the reward for being
 unsure, of the tokens that were sampled. vLLM says probability 1 of such tokens, which TRL would correct for."""
