@@ -102,3 +102,14 @@ def test_a_beta_without_end_keeps_the_model_where_it_started(learned: Path):
     for side in ("logps/chosen", "logps/rejected"):
         assert abs(ended[side] - before[side]) <= 0.25
     assert abs(after["logps/rejected"] - before["logps/rejected"]) > 2
+
+
+@pytest.mark.usefixtures("builtin_tiny")
+def test_ipo_whose_margin_shall_be_nothing_learns_nothing_at_the_toys_own_rate(learned: Path):
+    """Its loss is least where the margin is half of 1 / beta: with a beta without end, where the model starts."""
+    beta = 1e6
+    ended = train_control(
+        learned, read_lines(PAIRS), "ipo", "task_mode=ipo", f"preference.beta={beta}", "preference.rpo_alpha=0"
+    )
+    assert ended["accuracy"] == pytest.approx(0.5, abs=0.1)
+    assert abs(ended["margin"]) / beta <= 0.2  # nats; the toy's own is above 4

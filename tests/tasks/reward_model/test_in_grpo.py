@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from argparse import Namespace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ from in_process import train
 from pairs import RUN, pair_inputs
 from peft import AutoPeftModelForSequenceClassification
 from processes import HANG_S
+from small_run import Inputs, write_small_run
 from transformers import AutoTokenizer
+from untimed_metrics import lines_of
 
 from sftplay.errors import ConfigError
 from sftplay.report.report import write_report
@@ -35,16 +40,22 @@ def test_it_has_learned_which_answer_is_chosen(run):
     assert figures["margin"] > 1.0
 
 
+def read_samples(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted((folder / "samples").glob("step-*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
 @pytest.mark.slow
-def test_its_scores_are_the_rewards_of_a_grpo_run_and_those_of_plain_transformers(run, prompts, tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_its_scores_are_the_rewards_of_a_grpo_run_and_those_of_plain_transformers(
+    run, prompts, tmp_path, sftplay, processes
+):
     reward = {"name": "helpful", "use": "model", "path": str(run.folder.path), "deadline": HANG_S}
     options = grpo_options(prompts, rewards=[reward], train__max_steps=3, logging__steps=1)
-    trained = train(tmp_path, prompts, **options)
-    lines = [
-        json.loads(line)
-        for path in sorted((trained.folder.path / "samples").glob("step-*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
+    config = write_small_run(tmp_path, prompts, **options)
+    done = sftplay("train", "--config", config, "run_name=paid", "--nproc", processes)
+    assert done.returncode == 0, done.stderr
+    lines, metrics = (read(tmp_path / "outputs" / "paid") for read in (read_samples, lines_of))
     assert len(lines) == 24
     model = AutoPeftModelForSequenceClassification.from_pretrained(run.folder.result, num_labels=1).eval()
     tokenizer = AutoTokenizer.from_pretrained(run.folder.result)
@@ -60,8 +71,43 @@ def test_its_scores_are_the_rewards_of_a_grpo_run_and_those_of_plain_transformer
     assert [line["rewards"]["helpful"] for line in lines] == pytest.approx(expected, abs=1e-5)
     assert max(expected) - min(expected) > 0.1
     assert any(line["advantage"] for line in lines)
-    assert trained.metrics[0]["reward"] == pytest.approx(sum(expected[:8]) / 8, abs=1e-5)
-    assert trained.metrics[0]["abstained"] == 0.0
+    assert metrics[0]["reward"] == pytest.approx(sum(expected[:8]) / 8, abs=1e-5)
+    assert metrics[0]["abstained"] == 0.0
+
+
+def write_endings(path: Path, tokenizer: Any, count: int, *, seed: int) -> Path:
+    """Write pairs of drawn tokens of which the one is better whose last letter is a vowel."""
+    rng = random.Random(seed)
+    texts = [text for text in map(tokenizer.decode, range(len(tokenizer))) if text.strip().isalpha()]
+    ends = {is_vowel: [text for text in texts if (text[-1] in "aeiou") == is_vowel] for is_vowel in (True, False)}
+
+    def draw(*, vowel: bool) -> str:
+        return "".join(rng.choices(texts, k=rng.randint(1, 8))) + rng.choice(ends[vowel])
+
+    pairs = [{"prompt": str(n), "chosen": draw(vowel=True), "rejected": draw(vowel=False)} for n in range(count)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
+
+
+@pytest.mark.slow
+def test_what_it_pays_rises_in_a_grpo_run_and_not_where_other_rewards_are_learned(tiny_llama, prompts, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    files = (
+        write_endings(tmp_path / f"{seed}.jsonl", tokenizer, count, seed=seed) for seed, count in ((1, 300), (2, 9))
+    )
+    learning = {"train__max_steps": 60, "train__effective_batch_size": 16, "tuning__lora__dropout": 0.0}
+    scorer = train(tmp_path / "scorer", Inputs(tiny_llama, *files), **RUN, **learning)
+    reward = {"name": "helpful", "use": "model", "path": str(scorer.folder.path), "deadline": HANG_S}
+    options = grpo_options(
+        prompts, rewards=[reward], train__max_steps=14, train__effective_batch_size=32, grpo__num_generations=8,
+        train__learning_rate=0.03, train__lr_scheduler="constant", logging__steps=1, eval__before=False,
+    )  # fmt: skip
+    paid = [line["reward"] for line in train(tmp_path / "paid", prompts, **options).metrics]
+    placebo = {"grpo__placebo_reward": "random"}
+    unpaid = [line["true_reward"] for line in train(tmp_path / "unpaid", prompts, **options, **placebo).metrics]
+    assert paid[0] == unpaid[0] < 0
+    assert min(paid[-3:]) > 2
+    assert max(unpaid[-3:]) < 0
 
 
 def test_make_eval_measures_a_finished_one_as_the_run_did(run, tmp_path):
