@@ -111,6 +111,9 @@ def replace_sync(generation: Any, sync: Callable[[], None]) -> None:
 @contextmanager
 def vllm_replaced(**names: Any) -> Iterator[None]:
     """Inside, a new `VLLMGeneration` takes these for `VLLMClient`, `LLM` (trl 1.16, generation/vllm_generation.py)."""
+    if not names:
+        yield
+        return
     from trl.generation import vllm_generation
 
     before = {name: getattr(vllm_generation, name) for name in names}

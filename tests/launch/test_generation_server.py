@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -26,6 +27,7 @@ from sftplay.errors import MachineError
 from sftplay.launch.generation_server import client_environment, find_worker_python, starts_server
 from sftplay.runs import generation_server, submit
 from sftplay.tasks.grpo.vllm_server import server_command
+from sftplay.tasks.grpo.vllm_weights import vllm_chosen
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 COMMAND = shlex.join([sys.executable, str(STAND_IN), "--port", "{port}"])
@@ -84,6 +86,13 @@ def test_workers_run_by_the_python_that_has_vllm_only_where_it_samples(monkeypat
     assert find_worker_python(config()) == "/has/vllm"
     assert find_worker_python(config().with_values({"grpo.generation": "transformers"}, "test")) == sys.executable
     assert find_worker_python(config().with_values({"task_mode": "sft"}, "test")) == sys.executable
+
+
+def test_a_named_server_that_does_not_answer_is_no_bug_of_the_run():
+    args = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    with pytest.raises(MachineError, match="cannot be reached") as caught, vllm_chosen(config(), None, args):
+        raise ConnectionError("the server cannot be reached")
+    assert caught.value.where == "grpo.vllm.url"
 
 
 def test_a_server_on_this_machine_gets_the_gpus_behind_those_that_train(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sftplay.config.run import RunConfig
-from sftplay.errors import ConfigError, RunError
+from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export.adapter_names import mountable_by_vllm
 from sftplay.export.vllm_command import cpu_dtype, find_cache_bytes, find_lora_rank
 from sftplay.train.upstream import (
@@ -29,29 +29,31 @@ TRAINED = "trained"
 
 @contextmanager
 def vllm_chosen(cfg: RunConfig, model: Any, args: Any) -> Iterator[None]:
-    """Inside, TRL's trainer of `model` finds the vLLM that goes with `args`; on a GPU that is TRL's own choice."""
-    kind, is_cpu = cfg.grpo.generation, args.device.type == "cpu"
+    """Inside, TRL's trainer of `model` finds the vLLM that goes with `args`; on a GPU that is TRL's own choice. Raise
+    MachineError where no server answers.
+    """
+    kind, is_cpu, names = cfg.grpo.generation, args.device.type == "cpu", dict[str, Any]()
     if kind == "vllm_server" and cfg.grpo.vllm.sync == "adapter":
         from trl.generation.vllm_client import VLLMClient
 
         # Files take the place of a group for weights.
-        client = type("AdapterClient", (VLLMClient,), {"init_communicator": lambda self, device: None})
-        with vllm_replaced(VLLMClient=client):
-            yield
+        names["VLLMClient"] = type("AdapterClient", (VLLMClient,), {"init_communicator": lambda self, device: None})
     elif kind == "vllm_server" and is_cpu:
         from sftplay.tasks.grpo.vllm_cpu import GlooClient
 
-        with vllm_replaced(VLLMClient=GlooClient):
-            yield
+        names["VLLMClient"] = GlooClient
     elif kind == "vllm_colocate" and is_cpu:
         from trl.generation.vllm_generation import LLM
 
         args.vllm_enable_sleep_mode = False
         cache = {"kv_cache_memory_bytes": find_cache_bytes(Path(model.name_or_path), args.vllm_max_model_length)}
-        with vllm_replaced(LLM=partial(LLM, dtype=cpu_dtype(cfg), enforce_eager=True, **cache)):
+        names["LLM"] = partial(LLM, dtype=cpu_dtype(cfg), enforce_eager=True, **cache)
+    try:
+        with vllm_replaced(**names):
             yield
-    else:
-        yield
+    except ConnectionError as error:
+        fix = "start it (docs/grpo.md), or leave grpo.vllm.url out, and the run starts one"
+        raise MachineError(str(error), where="grpo.vllm.url", fix=fix) from error
 
 
 def send_to_vllm(trainer: Any, cfg: RunConfig, folder: Path) -> None:
