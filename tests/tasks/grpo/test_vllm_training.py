@@ -19,7 +19,7 @@ from processes import HANG_S, is_alive, wait_until
 from safetensors.torch import load_file
 from small_run import Inputs, write_small_run
 from torch import Tensor
-from vllm_trainings import DATA, GREEDY, ROOT, STEPS, toy
+from vllm_trainings import DATA, GREEDY, ROOT, STEPS, toy, warm_start
 
 from sftplay.export.server import end_with_this_process
 from sftplay.launch.generation_server import answers
@@ -51,10 +51,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(home: Path) -> Iterator[tuple[str, int]]:
-    """A server as a user starts it, of a model that no training begins with; its address and pid."""
+def warm(home: Path) -> Path:
+    return warm_start(home)
+
+
+@pytest.fixture(scope="module")
+def server(home: Path, warm: Path) -> Iterator[tuple[str, int]]:
+    """A server as a user starts it; its address and pid."""
     port = free_port(0)
-    command = documented_command().replace("MODEL", "data/base/tiny").replace("8000", str(port))
+    command = documented_command().replace("MODEL", str(warm)).replace("8000", str(port))
     with (home / "server.log").open("wb") as log:
         process = popen_tied(["bash", "-c", f"exec {command}"], output=log, env=FEW_CORES, cwd=ROOT)
     guard = end_with_this_process(process.pid)
@@ -71,18 +76,18 @@ def server(home: Path) -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def trained(home: Path, server: tuple[str, int]) -> dict[str, Any]:
+def trained(home: Path, server: tuple[str, int], warm: Path) -> dict[str, Any]:
     """The trainings of `vllm_trainings`."""
     script = Path(__file__).with_name("vllm_trainings.py")
     env = {**os.environ, **FEW_CORES, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1"}
-    words = [str(find_vllm_python()), str(script), str(home), server[0]]
+    words = [str(find_vllm_python()), str(script), str(home), server[0], str(warm)]
     done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=3 * HANG_S, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return json.loads((home / "found.json").read_text())
 
 
 def lines_of(trained: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = trained["found"][name]["metrics"]
+    lines: list[dict[str, Any]] = trained[name]["metrics"]
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
     return lines
 
@@ -111,7 +116,7 @@ def test_what_vllm_samples_is_of_the_model_that_learns_in_each_step(name: str, t
 
 @pytest.mark.parametrize("kind", ["vllm_server", "vllm_colocate"])
 def test_greedy_answers_have_the_rewards_and_teach_the_weights_of_those_by_transformers(
-    kind: str, trained: dict[str, Any]
+    kind: str, trained: dict[str, Any], warm: Path
 ):
     plain, by_vllm = (lines_of(trained, f"greedy by {name}") for name in ("transformers", kind))
     for key in ("reward/tests", "reward/syntax", "completion_tokens", "held_out_reward"):
@@ -119,8 +124,8 @@ def test_greedy_answers_have_the_rewards_and_teach_the_weights_of_those_by_trans
     start, one, other = (
         weights_in(folder)
         for folder in (
-            trained["model"],
-            *(trained["found"][f"greedy by {name}"]["result"] for name in ("transformers", kind)),
+            warm,
+            *(trained[f"greedy by {name}"]["result"] for name in ("transformers", kind)),
         )
     )
     assert farthest(start, one) > 100 * BOUND
@@ -130,9 +135,9 @@ def test_greedy_answers_have_the_rewards_and_teach_the_weights_of_those_by_trans
 class Run:
     """The toy, greedy by vllm_server, started as a user does."""
 
-    def __init__(self, home: Path, trained: dict[str, Any]) -> None:
-        self.home, self.reference = home / "run", Path(trained["found"]["greedy by vllm_server"]["result"])
-        inputs = Inputs(Path(trained["model"]), DATA / "train.jsonl", DATA / "held_out.jsonl")
+    def __init__(self, home: Path, trained: dict[str, Any], warm: Path) -> None:
+        self.home, self.reference = home / "run", Path(trained["greedy by vllm_server"]["result"])
+        inputs = Inputs(warm, DATA / "train.jsonl", DATA / "held_out.jsonl")
         changes = {**GREEDY, "grpo__generation": "vllm_server", "grpo__vllm__timeout": int(HANG_S)}
         config = write_small_run(
             self.home, inputs, "run.yaml", train__warmup_ratio=0.0, **toy(train__save_steps=1, **changes)
@@ -167,9 +172,9 @@ class Run:
 
 
 def test_runs_go_on_after_the_death_of_trainer_of_server_and_of_both(
-    home: Path, trained: dict[str, Any], server: tuple[str, int]
+    home: Path, trained: dict[str, Any], server: tuple[str, int], warm: Path
 ):
-    run, url = Run(home, trained), f"grpo.vllm.url={server[0]}"
+    run, url = Run(home, trained, warm), f"grpo.vllm.url={server[0]}"
 
     process = run.start("train", url)
     os.kill(run.await_step(process, 1), signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Trainings of the toy in one process of vLLM's Python, which reads vLLM once for all of them.
 
-`vllm_trainings.py HOME URL` writes to HOME/found.json: name of a training -> its metrics and the folder of its result.
+`vllm_trainings.py HOME URL MODEL` writes to HOME/found.json: name of a training -> its metrics and the folder of its
+result. The server at URL has loaded MODEL, from which all begin.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STEPS = 5
 
 GREEDY = {
     "grpo__top_k": 1, "grpo__entropy_coef": 0.05, "grpo__extra": {"vllm_importance_sampling_correction": False},
-    "grpo__stop_without_signal": 0, "train__learning_rate": 3e-4,
+    "grpo__stop_without_signal": 0, "train__learning_rate": 1e-3,
 }  # fmt: skip
 """All answers of a group are the likeliest one, so that no advantage is left; what is learned is the reward for being
 unsure, of the tokens that were sampled. vLLM says probability 1 of such tokens, which TRL would correct for."""
@@ -54,17 +55,17 @@ def warm_start(home: Path) -> Path:
     return done.folder.result
 
 
-def main(home: Path, url: str) -> None:
-    model = warm_start(home)
+def main(home: Path, url: str, model: Path) -> None:
     inputs, found = Inputs(model, DATA / "train.jsonl", DATA / "held_out.jsonl"), {}
     served = {"grpo__generation": "vllm_server", "grpo__vllm__url": url}
     lora = {"tuning__mode": "lora", "train__learning_rate": 1e-2}
     trainings = {
+        # The first: it needs the base that the server has loaded, which full weights replace.
+        "vllm_server, adapter": served | lora | {"grpo__vllm__sync": "adapter"},
         "greedy by transformers": GREEDY,
         "greedy by vllm_server": GREEDY | served,
         "vllm_server": served,
         "vllm_server, lora": served | lora,
-        "vllm_server, adapter": served | lora | {"grpo__vllm__sync": "adapter"},
         "greedy by vllm_colocate": GREEDY | {"grpo__generation": "vllm_colocate"},
         "vllm_colocate": {"grpo__generation": "vllm_colocate"},
     }
@@ -72,8 +73,8 @@ def main(home: Path, url: str) -> None:
         done = train(home / name.replace(" ", "-"), inputs, **toy(**changes))
         print(name, flush=True)
         found[name] = {"metrics": done.metrics, "result": str(done.folder.result)}
-    (home / "found.json").write_text(json.dumps({"model": str(model), "found": found}))
+    (home / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
