@@ -1,9 +1,11 @@
 """Task grpo beside a plain TRL script of the same settings, in one alternating run. `make bench-grpo` runs it.
 
-Two questions. Is a step as fast, with the same rewards (`--only speed`)? And how many tokens does each generate until
-the toy's sampled pass@1 reaches a goal, where ours resamples zero-variance groups (`--only redraws`)? The first uses
-the toy of workflows/sft_then_grpo.sh and its warm start, which is trained first unless `--warm RUN` names one. It runs
-on a GPU where there is one. The second has a model of its own, too small for a GPU, and runs on a CPU.
+Four questions. Is a step as fast, with the same rewards (`--only speed`)? How much of it is saved while completions are
+sampled (`--only sampling`)? How long does learning take where prompts are computed once for all their answers
+(`--only learning`)? And how many tokens does each generate until the toy's sampled pass@1 reaches a goal, where ours
+resamples zero-variance groups (`--only redraws`)? The first three use the toy of workflows/sft_then_grpo.sh and its
+warm start, which is trained first unless `--warm RUN` names one. The first runs on a GPU where there is one. The last
+has a model of its own, too small for a GPU, and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -58,9 +60,18 @@ def main() -> int:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
         if options.only != "redraws":
             warm = options.warm or train_warm(work)
+        if options.only in (None, "learning"):
+            from benchmarks.grpo_learning import compare_learning  # brings torch and TRL
+
+            print(compare_learning(warm / "model", work / "learning", rounds=options.rounds))
+        if options.only in (None, "sampling"):
+            from benchmarks.grpo_sampling import compare_sampling
+
+            print(compare_sampling(warm, rounds=options.rounds))
+        if options.only in (None, "speed"):
             for shape in ("toy", "long"):
                 print(compare_speed(work / shape, warm, shape=shape, options=options))
-        if options.only != "speed":
+        if options.only in (None, "redraws"):
             from benchmarks.grpo_dynamic_sampling import compare_dynamic_sampling  # brings torch and TRL
 
             print(
@@ -74,7 +85,7 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["speed", "redraws"])
+    parser.add_argument("--only", choices=["speed", "sampling", "learning", "redraws"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of each run that is timed")
     parser.add_argument("--seeds", type=int, default=5)

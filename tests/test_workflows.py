@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -23,7 +24,16 @@ from small_run import WORDS, Inputs, write_small_run
 from sftplay.config.load import load_resolved
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ("quick_start", "batch_process", "docs_to_model", "sft_then_grpo", "sft_then_dpo", "score_ablation")
+SCRIPTS = (
+    "quick_start",
+    "batch_process",
+    "docs_to_model",
+    "sft_then_grpo",
+    "sft_then_dpo",
+    "score_ablation",
+    "grpo_gsm8k",
+    "grpo_mbpp",
+)
 
 Workflow = Callable[..., CompletedProcess[str]]
 
@@ -67,6 +77,9 @@ def test_help_shows_how_to_call_the_script(name: str, tmp_path: Path):
         ("sft_then_dpo --dpo none.yaml", "none.yaml"),
         ("score_ablation toy.yaml", "no option called 'toy.yaml'"),
         ("score_ablation --config none.yaml", "none.yaml"),
+        ("grpo_gsm8k rows.jsonl", "no option called 'rows.jsonl'"),
+        ("grpo_gsm8k --data nowhere", "nowhere"),
+        ("grpo_mbpp --model", "--model needs a value"),
         ("batch_process", "no config is given"),
         ("batch_process rows.jsonl", "no config is given"),
         ("batch_process --verbose a.yaml", "no option called '--verbose'"),
@@ -243,3 +256,31 @@ def test_the_quick_start_trains_and_answers(workflow: Workflow, kit: Path, built
     assert re.search(r"^demo: exact match ", done.stdout, re.MULTILINE)
     assert re.search(r"^model  ", done.stdout, re.MULTILINE)
     assert (kit / "outputs" / "demo" / "demo.json").is_file()
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+def test_problems_without_a_gpu_are_learned_by_the_tiny_model_which_is_said_and_both_accuracies_are_shown(
+    workflow: Workflow, kit: Path, home: Path, builtin_tiny: Path
+):
+    problems = home / "math problems"
+    problems.mkdir()
+    for name, source, n in (("train", "train", 24), ("test", "held_out", 4)):
+        lines = (ROOT / "data" / "word_problems" / f"{source}.jsonl").read_text().splitlines()[:n]
+        (problems / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    values = ["train.max_steps=1", "grpo.max_completion_length=8", "train.effective_batch_size=8", "eval.limit=4"]
+    done = workflow("grpo_gsm8k", "--data", "math problems", "--name", "few", "--", *values)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no GPU is found: builtin:tiny learns in place of Qwen/Qwen2.5-0.5B-Instruct" in done.stdout
+    sides = [
+        json.loads((kit / "outputs" / "few" / "eval" / f"{side}.json").read_text()) for side in ("before", "after")
+    ]
+    shown = done.stdout.partition("4 of 4: accuracy")[2]
+    for title, side in zip(("before", "after"), sides, strict=True):
+        assert side["n"] == 4
+        assert re.search(
+            rf"^{title} +{side['pass']:.3f} \+- {side['pass_stderr']:.3f} +\(4 problems", shown, re.MULTILINE
+        )
+    error = math.hypot(*(side["pass_stderr"] for side in sides))
+    assert re.search(rf"^change +[+-]0\.\d{{3}} \+- {error:.3f}", shown, re.MULTILINE)
+    assert (kit / "outputs" / "few" / "report.html").is_file()

@@ -125,3 +125,79 @@ second() {
   shift
   sftplay "$verb" --config "$config" "$@" "run_name=$name-$task" "model.name=$warm" ${values[@]+"${values[@]}"}
 }
+
+# A run on published problems: `read_problem_options NAME MODEL "$@"` reads --data, --model, --name, --tiny and what is behind --
+# over these defaults, and goes to the kit. It sets $name, $data, $model, $more, and $tiny: empty where a GPU was found.
+# shellcheck disable=SC2034 # the workflows read what it sets
+read_problem_options() {
+  name=$1 data=data/$1 model=$2 tiny='' more=''
+  shift 2
+  while [ $# -gt 0 ]; do
+    case $1 in
+      -h | --help) print_help "$0"; exit 0 ;;
+      --tiny) tiny=asked; shift ;;
+      --name | --data | --model)
+        [ $# -ge 2 ] || refuse "$1 needs a value" "see --help"
+        case $1 in --name) name=$2 ;; --data) data=$(absolute "$2") ;; *) model=$2 ;; esac
+        shift 2 ;;
+      --) shift; more=$*; break ;;
+      *) refuse "no option called '$1'" "put values of the config behind --, see --help" ;;
+    esac
+  done
+  case $data in /*) [ -d "$data" ] || refuse "there is no folder $data" "name a folder, or leave --data out" ;; esac
+  enter_kit
+  [ -n "$tiny" ] || has_gpu || tiny=found
+  case $tiny in
+    asked) say "builtin:tiny learns, as --tiny says: this shows that every step runs, not what GRPO can do" ;;
+    found) say "no GPU is found: builtin:tiny learns in place of $model, which shows that every step runs, not what GRPO can do" ;;
+  esac
+}
+
+has_gpu() {
+  sftplay gpu-info --json | "$PY" -c 'import json, sys; sys.exit(not json.load(sys.stdin)["n_gpus"])'
+}
+
+# `fetch NAME EXT URL` downloads what $data does not have.
+fetch() {
+  [ -z "$(first_of "$1" "$2")" ] || return 0
+  say "download of $3"
+  mkdir -p "$data"
+  curl -fL --retry 3 -o "$data/$1.$2.part" "$3" || refuse "$3 cannot be downloaded" "name a folder that has it: --data DIR"
+  mv -- "$data/$1.$2.part" "$data/$1.$2"
+}
+
+# `first_of NAME EXT` is the first file of $data with such a name; empty where there is none.
+first_of() {
+  local path
+  for path in "$data/$1"*".$2"; do
+    [ ! -e "$path" ] || { printf '%s' "$path"; return; }
+  done
+}
+
+newest() {
+  # shellcheck disable=SC2012,SC2086 # names of the kit's own, in a pattern
+  ls -t $1 | head -n 1
+}
+
+# A target of the Makefile, as a user types it.
+target() {
+  local word shown='$ make'
+  for word in "$@"; do
+    case $word in *' '*) shown="$shown ${word%%=*}=\"${word#*=}\"" ;; *) shown="$shown $word" ;; esac
+  done
+  printf '%s\n' "$shown"
+  make --no-print-directory READY= PY="$PY" "$@"
+}
+
+# `print_change KEY BEFORE AFTER` shows a share of two evaluations with its standard errors.
+print_change() {
+  "$PY" -c 'import json, sys
+key, *paths = sys.argv[1:]
+before, after = (json.load(open(path, encoding="utf-8")) for path in paths)
+errors = [side.get("pass_stderr", side.get("stderr")) for side in (before, after)]
+for title, side, error in zip(("before", "after"), (before, after), errors):
+    n = side["n"] if "n" in side else side["problems"]
+    print(f"{title:<8}{side[key]:.3f} +- {error:.3f}   ({n:,} problems, answered greedily)")
+error = sum(value**2 for value in errors) ** 0.5
+print(f"change  {after[key] - before[key]:+.3f} +- {error:.3f}   (as if the two were independent)")' "$@"
+}

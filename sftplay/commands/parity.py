@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sftplay import log
 from sftplay.config.run import RunConfig
@@ -14,6 +14,9 @@ from sftplay.errors import DataError, MachineError, RunError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.places import find_vllm_python
 from sftplay.runs.finished_run import load_renderer, name_config, open_run, prepare_environment, report_at_end
+
+if TYPE_CHECKING:
+    from sftplay.parity.parity import Request
 
 
 def parity(args: Namespace) -> int:
@@ -24,31 +27,20 @@ def parity(args: Namespace) -> int:
     from sftplay.machine.probe import find_gpus
 
     name_config(args)
-    cfg, folder = open_run(args)
+    cfg, folder = open_run(args, needs_result=False)
     if args.engine == "vllm" and not args.url and find_vllm_python() is None:
         raise MachineError("vLLM is not installed", where=".venv-vllm", fix="make install-vllm")
     if args.engine == "llama.cpp" and find_spec("xllamacpp") is None:
         raise MachineError("llama.cpp is not installed", where="the package xllamacpp", fix="make install EXTRAS=gguf")
     prepare_environment(cfg)
-    from sftplay.parity.parity import Request, check_parity
+    from sftplay.parity.parity import Request
 
     request = Request(
         args.engine or ("vllm" if args.url else "transformers"), args.against,
         Path(args.served) if args.served else None, args.input, args.n,
         args.max_new_tokens, args.url, args.name, finds_engine=not args.engine, has_gpu=bool(find_gpus()[0]),
     )  # fmt: skip
-    try:
-        _, renderer = load_renderer(cfg, folder)
-    except DataError as error:
-        from sftplay.model.tokenizer import load_tokenizer
-        from sftplay.parity.causes import explain_trained_template
-
-        template = load_tokenizer(cfg.model, str(folder.result)).chat_template
-        if changed := explain_trained_template(template, folder):
-            fix = "copy the file back from the run's last checkpoint"
-            raise RunError(f"{changed[0]}, and it cannot be used", where=str(folder.result), fix=fix) from error
-        raise
-    result = check_parity(cfg, folder, renderer, request)
+    result = _check(cfg, folder, request)
     report_at_end(folder)
     update_exported_cards(cfg, folder)
     for line in describe(result):
@@ -61,6 +53,41 @@ def parity(args: Namespace) -> int:
     where = f"{result['engine']} with {result['url'] or result['served']}"
     fix = "serve what the cause names anew, and try again; docs/parity.md lists causes"
     raise RunError(f"does not answer as the trained model: {result['cause']}", where=where, fix=fix)
+
+
+def _check(cfg: RunConfig, folder: RunFolder, request: Request) -> dict[str, Any]:
+    """Return the result of the check, of a run without one that of its newest complete checkpoint."""
+    from sftplay.parity.parity import check_parity
+
+    if folder.result is not None:
+        return check_parity(cfg, folder, _load_renderer(cfg, folder), request)
+    from sftplay.launch.checkpoints import read_step
+    from sftplay.parity.results import keep_result
+    from sftplay.parity.running import checkpoint_as_run, describe_step
+
+    with checkpoint_as_run(cfg, folder) as (view, checkpoint):
+        log.say(describe_step(checkpoint), "parity")
+        result = check_parity(cfg, view, _load_renderer(cfg, view), request)
+        if str(result["served"] or "").startswith(str(view.path)):
+            result["served"] = str(checkpoint)
+    result |= {"step": read_step(checkpoint), "notes": [describe_step(checkpoint), *result["notes"]]}
+    keep_result(folder, result)
+    return result
+
+
+def _load_renderer(cfg: RunConfig, folder: RunFolder) -> Any:
+    """Return the renderer of the result's template. Raise RunError where it is not the training's and unusable."""
+    try:
+        return load_renderer(cfg, folder)[1]
+    except DataError as error:
+        from sftplay.model.tokenizer import load_tokenizer
+        from sftplay.parity.causes import explain_trained_template
+
+        template = load_tokenizer(cfg.model, str(folder.result)).chat_template
+        if changed := explain_trained_template(template, folder):
+            fix = "copy the file back from the run's last checkpoint"
+            raise RunError(f"{changed[0]}, and it cannot be used", where=str(folder.result), fix=fix) from error
+        raise
 
 
 def update_exported_cards(cfg: RunConfig, folder: RunFolder, *others: Path) -> None:

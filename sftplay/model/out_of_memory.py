@@ -151,10 +151,25 @@ class AdaptiveBatches:
                 yield results[0]
                 start = batch.stop
                 continue
-            self.batch_size = max(1, (batch.stop - batch.start) // 2)
-            free_memory()
-            what = f"out of memory in {self._activity}: it goes on with {self.batch_size} rows at a time"
-            log.show_error(f"[memory] {what}")
+            self._halve(batch.stop - batch.start)
+
+    def retry(self, rows: int, compute: Callable[[int], T]) -> T:
+        """Return the result of `compute` for the size of a batch, where it batches by itself and can be called again.
+
+        Raises:
+            OutOfMemory, RuntimeError: as `map`.
+        """
+        while True:
+            size = min(rows, self.batch_size)
+            if results := self._attempt(lambda part: compute(part.stop), slice(0, size)):
+                return results[0]
+            self._halve(size)
+
+    def _halve(self, rows: int) -> None:
+        self.batch_size = max(1, rows // 2)
+        free_memory()
+        what = f"out of memory in {self._activity}: it goes on with {self.batch_size} rows at a time"
+        log.show_error(f"[memory] {what}")
 
     def _attempt(self, compute: Callable[[slice], T], batch: slice) -> list[T]:
         """Return a list of the one result; empty when memory ran out. The error and its tensors are released then."""

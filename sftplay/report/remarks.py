@@ -32,12 +32,27 @@ def find_remarks(run: RunFiles) -> list[Remark]:
         from sftplay.report import evaluation
 
         parts.append(evaluation.find_remarks)
+    if run.learns_from_rewards:
+        parts.append(_find_sampler)
     if run.parity:
         from sftplay.report import engines
 
         parts.append(engines.find_remarks)
     order = ("stop", "warn", "note")
     return sorted((found for part in parts for found in part(run)), key=lambda remark: order.index(remark[0]))
+
+
+def _find_sampler(run: RunFiles) -> Iterator[Remark]:
+    """What made a sampler give other log-probabilities than the model that learns."""
+    for event in run.rows("events.jsonl"):
+        gap, bound, step = (as_number(event.get(key)) for key in ("gap", "bound", "step"))
+        words, fix = (text if isinstance(text := event.get(key), str) else "" for key in ("words", "fix"))
+        if event.get("event") == "sampler_differs" and words and gap is not None and bound is not None:
+            found = f"By {gap:.2g} where {bound:.2g} is allowed, in step {step or 0:,.0f}: {words}."
+            yield (
+                "warn",
+                f"The sampler's log-probabilities are not those of the model that learns. {found} Remedy: {fix}.",
+            )
 
 
 def headlines(run: RunFiles) -> list[Headline]:

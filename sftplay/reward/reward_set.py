@@ -318,13 +318,24 @@ class RewardSet:
         """What the boxes are made of, to be recorded with results; empty where no programs run."""
         return self.sandbox.executor if self.sandbox else ""
 
-    def score(self, completions: Sequence[Completion], columns: Mapping[str, Sequence[Any]]) -> BatchRewards:
-        """Ask every reward about the completions; `columns` are those of their rows, aligned with them."""
+    def score(
+        self,
+        completions: Sequence[Completion],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        completion_ids: Sequence[Sequence[int]] | None = None,
+    ) -> BatchRewards:
+        """Ask every reward about the completions; `columns` are those of their rows, aligned with them.
+
+        `completion_ids`: their tokens, which the shipped rewards for length count; without them words are counted.
+        """
         assert self._threads is not None
         futures = {}
+        tokens = {} if completion_ids is None else {"completion_ids": completion_ids}
         for name, call in self._processes.items():
+            counted = tokens if call.use in SHIPPED and SHIPPED[call.use].counts_tokens else {}
             with suppress(RuntimeError):  # closed by another thread: the ended worker is asked below, and says so
-                futures[name] = self._threads.submit(call, completions, **columns)
+                futures[name] = self._threads.submit(call, completions, **columns, **counted)
         found = {name: call(completions, **columns) for name, call in self.workers.items() if name not in futures}
         verdicts: list[dict[str, Any] | None] = [None] * len(completions)
         verdicts = next((list(values.verdicts) for values in found.values() if values.verdicts), verdicts)

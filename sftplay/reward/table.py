@@ -88,6 +88,9 @@ class Shipped:
     options: tuple[str, ...] = ()
     """Options that may be given."""
 
+    counts_tokens: bool = False
+    """Whether it gets the tokens of the completions, as `completion_ids`."""
+
     is_opened: bool = False
     """True where the function, called with the options once, opens what then scores a batch at a time."""
 
@@ -100,8 +103,8 @@ class Shipped:
 SHIPPED = {
     "format": Shipped("text_rewards", "has_form", "form", options=("form",)),
     "syntax": Shipped("text_rewards", "is_code", "form", columns=("entry_point",)),
-    "length": Shipped("text_rewards", "has_length", "form", needs=("most",), options=("least",)),
-    "overlong": Shipped("text_rewards", "not_overlong", "form", needs=("most", "soft")),
+    "length": Shipped("text_rewards", "has_length", "form", needs=("most",), options=("least",), counts_tokens=True),
+    "overlong": Shipped("text_rewards", "not_overlong", "form", needs=("most", "soft"), counts_tokens=True),
     "repetition": Shipped("text_rewards", "not_repetitive", "form", options=("words",)),
     "exact_match": Shipped("text_rewards", "exact_match", "content", ("answer",), options=("after", "ignore_case")),
     "regex": Shipped("text_rewards", "matches", "form", needs=("pattern",), options=("whole",)),

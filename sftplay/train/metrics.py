@@ -367,7 +367,7 @@ class MetricsWriter(Observer):
         self._logged_step, self._shown_tokens = state.global_step, 0
         self.last_loss = line["loss"]
         self._largest_memory = {key: max(rank[key] for rank in ranks_memory) for key in ranks_memory[0]}
-        known = {name: value for name, value in figures.items() if value is not None}
+        known = {name: value for name, value in figures.items() if value is not None and not isinstance(value, str)}
         logs |= {"loss": line["loss"], **scalars(line), **known}
         if log.is_main():
             with self.path.open("a", encoding="utf-8") as file:

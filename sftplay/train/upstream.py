@@ -92,6 +92,14 @@ def is_engine_fsdp(generation: Any) -> bool:
     return bool(generation._dist.is_fsdp)
 
 
+def logit_scales(model: Any) -> list[str]:
+    """Return the settings by which a causal model changes the products of its head (trl 1.16, trainer/utils.py,
+    `_add_fused_lm_head`)."""
+    names = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+    config = model.config.get_text_config()
+    return [name for name in names if getattr(config, name, None) not in (None, 1, 1.0)]
+
+
 def replace_sent_weights(generation: Any, read: Callable[[], Iterable[tuple[str, Any]]]) -> None:
     """Let a `VLLMGeneration` send the weights of `read` (trl 1.16, generation/vllm_generation.py)."""
     generation._iter_named_params = read
@@ -144,6 +152,12 @@ def last_logits_processor(model: Any, make: Callable[[], Callable[..., Any]]) ->
         yield
     finally:
         del model._get_logits_processor
+
+
+def tuned_for_decoding(model: Any) -> Any:
+    """Return the context in which `generate` reads single tokens: experts are computed by another kernel (transformers
+    5.17, generation/utils.py, `_optimize_model_for_decode`)."""
+    return model._optimize_model_for_decode()
 
 
 def gather_zero3_weights(trainer: Any, *, leaves_out_frozen: bool) -> dict[str, Any] | None:

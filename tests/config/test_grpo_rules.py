@@ -62,6 +62,50 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
                 "tuning: {lora: {modules_to_save: [norm]}}",
             )
         ),
+        ("grpo: {loss_type: cispo}", "grpo.loss_type", "write grpo.epsilon_high: 5"),  # TRL would cut off at 0.2
+        ("grpo: {overlong_buffer: 512}", "grpo.overlong_buffer", "write a quarter of it"),
+        (
+            "grpo: {entropy_coef: 0.1, entropy_mean: step, top_entropy_quantile: 0.2}",
+            "grpo.entropy_mean",
+            "write grpo.entropy_mean: micro_batch, or leave grpo.top_entropy_quantile out",
+        ),
+        (
+            "grpo: {sampler_correction: token_mask, sampler_ratio_max: 1}",
+            "grpo.sampler_ratio_max",
+            "write 0.5 and 3",
+        ),
+        (
+            "grpo: {sampler_correction: sequence_mask, loss_type: vespo}",
+            "grpo.sampler_correction",
+            "write grpo.sampler_correction: token_truncate",
+        ),
+        (
+            "grpo: {sampler_correction: none, extra: {vllm_importance_sampling_clip_max: 2}}",
+            "grpo.extra.vllm_importance_sampling_clip_max",
+            "keep one of the two",
+        ),
+        (
+            "grpo: {sampler_correction: token_mask, generation: continuous}",
+            "grpo.sampler_correction",
+            "write grpo.generation: transformers",
+        ),
+        (
+            "grpo: {sampler_correction: token_mask}\ntuning: {lora: {dropout: 0.1}}",
+            "grpo.sampler_correction",
+            "write tuning.lora.dropout: 0",
+        ),
+        (
+            "grpo: {score_centering: 64, sampler_correction: sequence_mask}",
+            "grpo.sampler_correction",
+            "write token_truncate or token_mask",
+        ),
+        ("grpo: {score_centering: 64, top_p: 0.9}", "grpo.top_p", "write grpo.top_p: 1"),
+        (
+            "grpo: {score_centering: 64, generation: vllm_server}",
+            "grpo.generation",
+            "write grpo.generation: transformers",
+        ),
+        ("grpo: {score_centering: 64, loss_type: sapo}", "grpo.loss_type", "write grpo.loss_type: dapo"),
         ("train: {packing: true}", "train.packing", "write train.packing: false"),
         ("train: {neftune_alpha: 5}", "train.neftune_alpha", "write train.neftune_alpha: null"),
         ("train: {loss_head: standard}", "train.loss_head", "write train.loss_head: auto"),
@@ -95,7 +139,7 @@ def test_keys_that_the_run_would_not_follow_are_said(load):
     assert said(f"{GRPO}grpo: {{generation: vllm_server, vllm: {{url: 'http://a:1', command: serve}}}}\n") == [
         "grpo.vllm.command has no effect: the server at grpo.vllm.url is not started by the kit"
     ]
-    assert said(f"{GRPO}grpo: {{loss_type: cispo, epsilon: 0.1}}\n") == [
+    assert said(f"{GRPO}grpo: {{loss_type: cispo, epsilon: 0.1, epsilon_high: 5}}\n") == [
         "grpo.epsilon has no effect: loss_type cispo does not use it"
     ]
 
@@ -111,3 +155,15 @@ def test_rewards_decide_the_weights_of_a_run_that_learns_from_them_and_of_no_oth
         )
         found = differences(values_that_decide_weights(before), values_that_decide_weights(after))
         assert [key for key, *_ in found] == expected
+
+
+def test_keys_of_variants_that_do_nothing_are_said(load):
+    text = f"{GRPO}grpo: {{sampler_ratio_max: 2, dr_grpo_divisor: 9, entropy_mean: step}}\n"
+    said = [line.partition(" ")[2] for line in notes(load(text))]
+    assert said == [
+        "grpo.sampler_ratio_max has no effect: grpo.sampler_correction is trl",
+        "grpo.dr_grpo_divisor has no effect: only loss_type dr_grpo divides by a constant",
+        "grpo.entropy_mean has no effect: grpo.entropy_coef is 0",
+    ]
+    used = "sampler_correction: token_mask, sampler_ratio_max: 2, loss_type: dr_grpo, dr_grpo_divisor: 9"
+    assert notes(load(f"{GRPO}grpo: {{{used}, entropy_coef: 0.1, entropy_mean: step}}\n")) == []

@@ -166,6 +166,30 @@ def test_grpo_of_another_kit_becomes_task_mode_grpo(case, tmp_path):
     assert {key: written.get(key) for key in {"task_mode": "grpo"} | GRPO[case]} == {"task_mode": "grpo"} | GRPO[case]
 
 
+def test_corrections_for_the_sampler_and_lengths_of_other_kits_become_keys(tmp_path):
+    actor = CASES["verl-grpo"]["actor_rollout_ref"]
+    rollout = CASES["verl-grpo"]["actor_rollout_ref"] | {
+        "actor": actor["actor"] | {"policy_loss": {"loss_mode": "cispo"}, "clip_ratio_high": 4.0, "clip_ratio_c": None}
+    }
+    written, _, made = imported(
+        tmp_path, "verl-grpo", actor_rollout_ref=rollout,
+        algorithm=CASES["verl-grpo"]["algorithm"] | {
+            "rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 2.0}
+        },
+        reward_model={"reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 128, "penalty_factor": 1.0}}},
+    )  # fmt: skip
+    assert made.problems == []
+    expected = {
+        "grpo.loss_type": "cispo", "grpo.epsilon_high": 5.0,  # verl adds it to 1, TRL takes the bound itself
+        "grpo.sampler_correction": "token_truncate", "grpo.sampler_ratio_max": 2.0, "grpo.overlong_buffer": 128,
+    }  # fmt: skip
+    assert {key: written.get(key) for key in expected} == expected
+    changes = {"rollout_importance_sampling_mode": "sequence_mask", "rollout_importance_sampling_threshold": 4.0}
+    written, _, made = imported(tmp_path, "swift-grpo", **changes)
+    assert made.problems == []
+    assert (written["grpo.sampler_correction"], written["grpo.sampler_ratio_max"]) == ("sequence_mask", 4.0)
+
+
 def test_a_reward_that_is_code_of_the_kit_is_named(tmp_path):
     for case, key in (("swift-grpo", "reward_funcs"), ("trl-grpo", "reward_funcs")):
         _, answers, _ = imported(tmp_path, case)

@@ -224,3 +224,38 @@ def test_the_batches_of_the_guides_table_fit_v100s_and_make_eight_completions_a_
         shape=find_shape(name),
     )  # fmt: skip
     assert free.cfg.train.batch_size == 8 // cards
+
+
+def test_a_plan_shares_prompts_where_learning_is_faster_and_says_so():
+    long, short = (
+        {"grpo__max_prompt_length": prompt, "grpo__max_completion_length": completion, "model__max_seq_len": 1024}
+        for prompt, completion in ((512, 128), (16, 512))
+    )
+    for changes, value, reason in (
+        (long, "auto", "a prompt of 512 tokens for 8 completions of 128, once"),
+        (short, False, "would take 1.2 times as long"),
+        ({**long, "grpo__steps_per_generation": 8}, False, "for 1 completion of 128"),
+        ({**long, "train__batch_size": 1}, False, "for 1 completion of 128"),
+        ({**long, "model__attn": "eager"}, False, "eager attention"),
+        ({**long, "cluster__strategy": "fsdp"}, False, "parts of the weights (fsdp)"),
+    ):
+        found = sized(config(**changes), processes=2 if "cluster__strategy" in changes else 1)
+        decision = found.decisions["grpo.share_prompts"]
+        assert (found.cfg.grpo.share_prompts, decision.value) == (value, value)
+        assert reason in decision.reason
+
+
+def test_a_micro_batch_of_shared_prompts_is_planned_with_less_memory_only_where_it_is_sure():
+    changes = {"grpo__max_prompt_length": 512, "grpo__max_completion_length": 128, "train__batch_size": 8}
+    auto, shared, unsure = (
+        sized(config(**changes, **more)).forecast
+        for more in ({}, {"grpo__share_prompts": True}, {"grpo__share_prompts": True, "grpo__loss_type": "bnpo"})
+    )
+    assert auto is not None
+    assert shared is not None
+    assert unsure is not None
+    assert unsure.peak_bytes == auto.peak_bytes
+    kept = [found.footprint.phases["head"]["activations"] for found in (auto, shared)]
+    # 8 x (512 + 128) tokens are kept, or 512 + 8 x 128.
+    assert kept[1] / kept[0] == pytest.approx(1536 / 5120, rel=0.02)
+    assert sum(shared.footprint.phases["head"].values()) < sum(auto.footprint.phases["head"].values())

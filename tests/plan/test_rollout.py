@@ -12,9 +12,11 @@ from oracle.trace import recompute
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.memory_setup import Adapter, MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
+from sftplay.tasks.grpo.generate import PromptSampler
 from sftplay.tasks.grpo.plan import CACHE, DRAW, ENGINE, SCORE, Rollout, cache_bytes, estimate_rollout
 from sftplay.train.upstream import fitted_tiles
 
@@ -90,6 +92,23 @@ def test_drawing_takes_what_a_real_model_takes(prompt, completion, vocab, change
     parts = estimate_rollout(shape, ON_CPU, rollout=rollout).phases[DRAW]
     beside = sum(parts[name] for name in (CACHE, "layer", "head"))
     assert beside == pytest.approx(live.peak, rel=0.06)
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [(8, 56), (100, 4)])  # the cache decides, the prompts do
+def test_sampling_with_shared_prompts_takes_what_a_real_model_takes(prompt, completion):
+    model, shape = tiny(200, num_key_value_heads=8)
+    how = GenerationConfig(do_sample=True, max_new_tokens=completion, top_k=0, pad_token_id=0, eos_token_id=None)
+    sampler = PromptSampler(AdaptiveBatches(16, "generation"), rows_per_prompt=4)
+    sampler.usable = True
+    with Beside(model) as live, torch.no_grad(), sampler.within(model):
+        # An evaluation: each prompt is another one, and as many as in training are computed at a time.
+        model.generate(**padded(16, prompt), generation_config=how)
+    rollout = Rollout(completions=16, prompt_tokens=prompt, completion_tokens=completion, micro_batch=1, group=4)
+    parts = estimate_rollout(shape, ON_CPU, rollout=rollout).phases[DRAW]
+    beside = sum(parts[name] for name in (CACHE, "layer", "head"))
+    assert beside == pytest.approx(live.peak, rel=0.1)
+    alone = estimate_rollout(shape, ON_CPU, rollout=replace(rollout, group=1)).phases[DRAW]
+    assert beside <= sum(alone[name] for name in (CACHE, "layer", "head"))
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

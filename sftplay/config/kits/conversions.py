@@ -59,6 +59,14 @@ def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     return Answer("auto", to, "once an epoch here: it is a share of the steps, which depend on the rows")
 
 
+def convert_above_one(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """A distance above 1, where the bound itself is written here."""
+    value = as_number(leaf.value)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        return Answer("not_offered", None, "is no distance above 1")
+    return write(rule["to"], round(1 + value, 9), "the bound itself, 1 and this")
+
+
 def convert_warmup(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Steps of warm-up as a share of all steps. `with`: the key of their number, `total`; `first`: a key that goes
     before this one, where it is above 0, or with `zero` in any case; `share`: one that decides where this one is 0."""
@@ -328,6 +336,7 @@ def convert_tracker(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
     "batch": convert_batch,
     "steps": convert_steps,
+    "above_one": convert_above_one,
     "warmup": convert_warmup,
     "held_out": convert_held_out,
     "precision": convert_precision,

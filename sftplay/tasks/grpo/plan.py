@@ -38,7 +38,7 @@ from sftplay.units import GIB, format_bytes
 
 DRAW, SCORE = "drawing", "scoring"
 
-CACHE, REFERENCE, ENGINE = "key-value cache", "reference", "vLLM"
+CACHE, REFERENCE, ENGINE, BLOCKS = "key-value cache", "reference", "vLLM", "attention blocks"
 
 SAMPLING_LABELS = {
     DRAW: "while completions are sampled",
@@ -60,6 +60,13 @@ SORT_BYTES = 20
 """The same for a limit on probabilities: scores and their places in order, probabilities and their sums
 (transformers, `TopPLogitsWarper`)."""
 
+BLOCK_COST = 1.2
+"""Cost of a token in a row of prompts and their completions, next to one in padded rows: its attention is computed in
+blocks (`train.shared_prompt`). Measured on a CPU with 4 layers of 128: 1.15 to 1.3; larger models pay less."""
+
+ROOM_TOKENS = 32
+"""Tokens for which the kit's sampler makes room at least, when it makes room for a row (`generate.GROWTH`)."""
+
 LIVE_STREAMS = 4
 """Residual streams that exist at a time in a forward pass without gradients: the embeddings, the input of a layer, the
 output of its attention, and that after its norm."""
@@ -80,12 +87,15 @@ class Rollout:
     """True where these weights are those of an adapter. A fresh one is switched off instead of copied."""
 
     scores_first: bool = False  # True where probabilities under older or frozen weights are computed before the update
+    group: int = 1  # completions of a prompt, for which it is computed once
     limits_probability: bool = False  # True where the likeliest tokens are sorted out (top_p below 1)
     engine: Literal["transformers", "continuous", "vllm_colocate", "vllm_server"] = "transformers"
     engine_bytes: int = 0  # the part of the card that vLLM takes (vllm_colocate)
     engine_sleeps: bool = False  # True where vLLM gives most of it back while the model is updated
+    learned_group: int = 0  # completions that surely have one prompt together in a micro-batch; 0 where each has one
     labels: ClassVar[Mapping[str, str]] = {
         SCORE: "while completions are scored without gradients",
+        BLOCKS: "copies of prompts",
         ENGINE: "vLLM's share",
         **SAMPLING_LABELS,
     }
@@ -94,6 +104,15 @@ class Rollout:
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of a micro-batch. Where completions stay with those of their prompt, it has few prompts."""
+        rows, prompts = self.micro_batch, self.micro_batch
+        if self.learned_group:
+            is_even = rows % self.learned_group == 0 or self.learned_group % rows == 0
+            prompts = min(rows, -(-rows // self.learned_group) + (0 if is_even else 1))
+        return prompts * self.prompt_tokens + rows * self.completion_tokens
 
     def forecast(self, setting: Setting, size: Size, *, sampled: int, share: DeviceShare) -> Forecast:
         """Forecast a step, and the phase before it in which processes split the weights."""
@@ -120,7 +139,7 @@ def estimate_rollout(
     share = share or DeviceShare(standing_bytes(shape, execution))
     size = Size(
         rows=rollout.micro_batch,
-        seq=rollout.tokens,
+        seq=-(-rollout.micro_tokens // rollout.micro_batch),
         labelled=rollout.micro_batch * rollout.completion_tokens,
         accumulates=accumulates,
     )
@@ -141,6 +160,8 @@ def estimate_rollout(
     sampling = {ENGINE: float(rollout.engine_bytes)}
     if not rollout.engine.startswith("vllm"):
         score = SCORE_BYTES + (SORT_BYTES if rollout.limits_probability else 0)
+        if strategy.startswith(("zero3", "fsdp")) or any(kind.sliding_window or kind.mixer for kind in shape.kinds):
+            rollout = replace(rollout, group=1)
         sampling = newest_token(shape, execution, rollout=rollout, score_bytes=score)
     phases = {DRAW: {**resident, **sampling}}
     if strategy.startswith("zero3") and rollout.engine != "vllm_server":
@@ -154,7 +175,22 @@ def estimate_rollout(
         layer = forward_layer(shape, execution, rows=size.rows, seq=size.seq) + rounded
         phases[SCORE] = {**resident, ENGINE: awake, **({"head": head} if head >= layer else {"layer": layer})}
     phases |= {name: {**parts, REFERENCE: reference, ENGINE: awake} for name, parts in update.items()}
+    if rollout.learned_group:
+        one = block_bytes(shape, execution, rollout=rollout)
+        layers = 1 if execution.checkpointing else shape.layers
+        for name, number in ((SCORE, 1), ("head", layers), ("layer", layers)):
+            if name in phases:
+                phases[name] |= {BLOCKS: number * one}
     return Footprint(phases)
+
+
+def block_bytes(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout) -> float:
+    """Return the bytes of a layer's attention over shared prompts: padded blocks of what a row holds without padding, a
+    copy of the keys and values of its prompt for each completion, and the mask of both (`train.shared_prompt`)."""
+    rows, inner, query = rollout.micro_batch, inner_bytes(shape, execution), shape.heads * shape.head_dim
+    keys = query if execution.repeats_kv else shape.kv_heads * shape.head_dim
+    blocks = rollout.micro_tokens * 2 * (query + keys) + rows * rollout.tokens * 2 * keys
+    return float(inner * blocks + rows * rollout.completion_tokens * rollout.tokens * (MASK_BYTES + inner))
 
 
 def newest_token(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout, score_bytes: int) -> dict[str, float]:
@@ -163,6 +199,11 @@ def newest_token(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout,
     `score_bytes` are those of a score of the newest token in all its copies.
     """
     number, prompt = rollout.completions, rollout.prompt_tokens
+    # With groups: prompts are computed so many at a time, next to the rows that they are copied to. The rows have room
+    # for the first completion tokens (`generate.RowCache`).
+    prompts = -(-number // rollout.group)
+    room = min(rollout.completion_tokens - 1, max(ROOM_TOKENS, prompt // 8)) if rollout.group > 1 else 0
+    copied = prompts * prompt if rollout.group > 1 else 0
     rounded = _count_rounded(shape, execution)
     # A layer's keys are copied as they grow. One query a head reads keys that heads share (transformers, `pack_gqa`).
     grown = number * rollout.tokens * _keys_bytes(shape, execution)
@@ -172,8 +213,8 @@ def newest_token(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout,
         "head": float(number * shape.vocab * score_bytes) + rounded,
     }
     early = {
-        CACHE: float(cache_bytes(shape, execution, completions=number, tokens=prompt)),
-        "layer": forward_layer(shape, execution, rows=number, seq=prompt),
+        CACHE: float(cache_bytes(shape, execution, completions=1, tokens=number * (prompt + room) + copied)),
+        "layer": forward_layer(shape, execution, rows=prompts, seq=prompt),
         "head": rounded,
     }
     return max(late, early, key=lambda parts: sum(parts.values()))
@@ -270,6 +311,11 @@ def refuse_parts(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware
             "remove it, or write cluster.strategy: ddp",
         ),
         (
+            "grpo.score_centering", is_sharded and grpo.score_centering is not None,
+            f"it reads the whole output head, which {strategy} holds in parts",
+            "remove it, or write cluster.strategy: ddp",
+        ),
+        (
             "grpo.dynamic_sampling_rounds",
             grpo.dynamic_sampling_rounds and kind == "vllm_server" and local % grpo.num_generations,
             f"a vLLM server answers whole groups of {grpo.num_generations}, but a process samples {local} completions",
@@ -316,6 +362,46 @@ def decide_rows_at_once(share: int, forecast: Callable[[int], Forecast] | None) 
     return Decision(rows, f"{share} completions of a process in {parts} parts; one takes {filled} with its margin")
 
 
+def count_together(cfg: RunConfig) -> int:
+    """Return the completions of a prompt that a micro-batch may hold: TRL mixes those of several steps."""
+    grpo, rows = cfg.grpo, cfg.train.batch_size
+    number = max(1, grpo.num_generations // grpo.steps_per_generation)
+    return min(number, rows) if isinstance(rows, int) else number
+
+
+def keeps_groups(cfg: RunConfig) -> bool:
+    """Return whether a micro-batch surely holds the completions of few prompts: it is asked for, and the micro-batches
+    of a step can be ordered (`length_order.depends_on_cut`)."""
+    grpo = cfg.grpo
+    is_free = grpo.loss_type != "bnpo" and grpo.top_entropy_quantile == 1 and not grpo.entropy_coef and not grpo.extra
+    return grpo.share_prompts is True and is_free and grpo.steps_per_generation == 1
+
+
+def decide_shared_prompts(cfg: RunConfig, shape: ModelShape | None, *, strategy: str) -> Decision:
+    """Decide whether prompts may be computed once: where that costs less at full length, by products and attention."""
+    number, prompt, completion = count_together(cfg), cfg.prompt_tokens, cfg.grpo.max_completion_length
+    if strategy in ("zero3", "fsdp"):
+        return Decision(
+            False, f"what allows it cannot be proved where processes hold parts of the weights ({strategy})"
+        )
+    if cfg.grpo.score_centering is not None:
+        return Decision(False, "grpo.score_centering takes the scores of rows")
+    if cfg.model.attn not in ("sdpa", "auto"):
+        return Decision(False, f"{cfg.model.attn} attention has no blocks for it; sdpa has")
+    products, pair, label = 1.0, 0.0, 0.0
+    if shape is not None:
+        products, label = float(shape.product_params), float(shape.vocab * shape.hidden)
+        pair = float(2 * shape.layers * shape.heads * shape.head_dim)
+    plain = number * ((prompt + completion) * products + (prompt + completion) ** 2 / 2 * pair + completion * label)
+    blocks = prompt**2 / 2 + number * completion * (prompt + completion)
+    once = (prompt + number * completion) * products + blocks * pair + number * completion * label
+    gain = plain / (BLOCK_COST * once)
+    lengths = f"a prompt of {prompt} tokens for {number} completion{'s' if number > 1 else ''} of {completion}"
+    if gain <= 1:
+        return Decision(False, f"{lengths} would take {1 / gain:.1f} times as long to learn from once as in rows")
+    return Decision("auto", f"{lengths}, once: {gain:.1f} times as fast to learn from, where a proof allows it")
+
+
 class GrpoPlan(TaskSizing, TaskReport):
     """Completions are sampled and scored before the model learns from them."""
 
@@ -338,10 +424,12 @@ class GrpoPlan(TaskSizing, TaskReport):
             has_reference=grpo.beta > 0,
             continues_adapter=cfg.model.adapter is not None,
             scores_first=outlive or grpo.beta > 0 or grpo.generation.startswith("vllm"),
+            group=grpo.num_generations if grpo.generation == "transformers" else 1,
             limits_probability=grpo.top_p < 1,
             engine=grpo.generation,
             engine_bytes=engine_bytes,
             engine_sleeps=grpo.vllm.sleep,
+            learned_group=grpo.num_generations if keeps_groups(cfg) else 0,
         )
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
@@ -380,11 +468,13 @@ class GrpoPlan(TaskSizing, TaskReport):
     def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decisions:
         refuse_parts(cfg, shape, hardware=hardware)
         share = max(1, count_batch_completions(cfg) // hardware.world_size)
+        strategy = planned_strategy(cfg, hardware.world_size)
+        shared = {"grpo.share_prompts": decide_shared_prompts(cfg, shape, strategy=strategy)}
         if cfg.grpo.generation.startswith("vllm"):
             why = f"{cfg.grpo.generation} takes all of a rollout batch and queues them itself"
-            return {"grpo.generation_rows": Decision(share, why)}
+            return {**shared, "grpo.generation_rows": Decision(share, why)}
         forecast = forecast_sampling(cfg, shape, hardware=hardware) if shape is not None else None
-        return {"grpo.generation_rows": decide_rows_at_once(share, forecast)}
+        return {**shared, "grpo.generation_rows": decide_rows_at_once(share, forecast)}
 
     def rows_sampled(self, cfg: RunConfig) -> int:
         return cfg.grpo.generation_rows or 0

@@ -18,10 +18,12 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Questions
 from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.errors import RunError
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
-from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, order_by_length
+from sftplay.tasks.grpo.generate import PromptSampler
+from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, loss_mask, order_by_length
 from sftplay.tasks.grpo.rollouts import (
     dtypes_kept,
     gathered_root,
@@ -30,7 +32,14 @@ from sftplay.tasks.grpo.rollouts import (
     replaced_attributes,
     save_window,
 )
-from sftplay.tasks.grpo.sampler_check import MODEL_LOGPS, SAMPLER_LOGPS, LogprobCheck, record_logprobs
+from sftplay.tasks.grpo.sampler_check import (
+    MODEL_LOGPS,
+    SAMPLER_LOGPS,
+    SamplerCheck,
+    find_facts,
+    find_precision,
+    record_logprobs,
+)
 from sftplay.tasks.grpo.scoring import (
     DynamicSampler,
     LocalBatch,
@@ -39,6 +48,8 @@ from sftplay.tasks.grpo.scoring import (
     cut_samples,
     write_samples,
 )
+from sftplay.tasks.grpo.shared_groups import decide_sharing, score_groups
+from sftplay.tasks.grpo.variants import LossVariants
 from sftplay.tasks.grpo.watch import read_policy_clip_share
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
@@ -126,6 +137,11 @@ class SamplingMixin(StepTrainerMixin):
         if not isinstance(batch_rows, int):  # all completions of a rollout batch
             batch_rows = int(args.per_device_train_batch_size * args.steps_per_generation)
         self._generation_batches = AdaptiveBatches(batch_rows, "generation")
+        self.prompt_sampler = PromptSampler(
+            self._generation_batches,
+            rows_per_prompt=grpo.num_generations,
+            beat=lambda: self.heartbeat.enter(self.heartbeat.phase),
+        )
         self.micro_batcher = None  # TRL cuts a rollout batch
         self.last_rows: list[int] = []  # prompts in this rank's last step
         self.facts = {"rewards": scorer.training_weights, "executor": scorer.rewards.executor or None}
@@ -146,11 +162,14 @@ class SamplingMixin(StepTrainerMixin):
         self.sampling_totals = {"generated_tokens": 0, "redrawn_groups": 0, "passed_turns": 0}
         """Totals of all ranks since the run's first step, with the tokens of discarded completions."""
 
-        self.logprob_check = LogprobCheck(grpo.logprob_check_steps)
+        self.logprob_check = SamplerCheck(grpo.logprob_check_steps, find_precision(self), facts=find_facts(self))
+        self.questions = questions
+        self.variants = LossVariants(cfg, self)
         self.keeps_cut = depends_on_cut(self)
         """Why micro-batches stay as TRL cuts them; empty where they are ordered by length."""
 
         self._trims_prompts = has_relative_positions(self.model)
+        self.sharing = decide_sharing(self, cfg)
         self._inputs: list[dict[str, Any]] | None = None
         self._scored_early: ScoredBatch | None = None
         self._generated_tokens = 0
@@ -181,8 +200,11 @@ class SamplingMixin(StepTrainerMixin):
             return inputs
         accum = self.args.gradient_accumulation_steps
         if not self.keeps_cut:
-            micro_batches = order_by_length(micro_batches, accum=accum, trims_prompts=self._trims_prompts)
+            micro_batches = order_by_length(
+                micro_batches, accum=accum, trims_prompts=self._trims_prompts, sharing=self.sharing
+            )
             replace_micro_batches(self, micro_batches)
+        self.variants.count_step_tokens(micro_batches, accum=accum, masks=[loss_mask(batch) for batch in micro_batches])
         first = micro_batches[0]
         if self.logprob_check.is_due(step) and "old_per_token_logps" not in first:  # else TRL has computed them
             # By the weights that sampled, in the micro-batch that is trained on: a difference comes from the weights,
@@ -193,6 +215,7 @@ class SamplingMixin(StepTrainerMixin):
                 first[MODEL_LOGPS] = self._get_per_token_logps_and_entropies(
                     self.model, ids, mask, first["completion_ids"].size(1), compute_entropy=True
                 )[0]
+        self.logprob_check.judge(self, micro_batches)
         return micro_batches[count_micro_steps(self) % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
@@ -206,7 +229,7 @@ class SamplingMixin(StepTrainerMixin):
                 totals["passed_turns"] += sampler.replace_skipped_prompts(inputs, rows)
         self._inputs, self._generated_tokens = inputs, 0
         try:
-            batch = super()._generate_and_score_completions(inputs)
+            batch = self.variants.add_likeliest(super()._generate_and_score_completions(inputs))
         finally:
             self._inputs = self._scored_early = None
         self.rollout_figures = {
@@ -239,7 +262,9 @@ class SamplingMixin(StepTrainerMixin):
     def _generate(self, prompts: list[list[int]]) -> Any:
         # The same precision as in the later forward passes that compute log-probabilities.
         with self.heartbeat.within("generation"), self.accelerator.autocast():
-            return super()._generate(prompts)
+            generated = super()._generate(prompts)
+        self.variants.keep_sampled(generated[4])
+        return generated
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         inputs = self._inputs
@@ -281,17 +306,36 @@ class SamplingMixin(StepTrainerMixin):
 
     def _sample(self, prompts: list[list[int]], *given: Any, **named: Any) -> Any:
         """Sample completions, with the sampler's log-probabilities: always by vLLM, by the model itself when due."""
-        is_plain = not self.use_vllm and not self.use_transformers_continuous_batching
-        if not is_plain or not self.logprob_check.is_due(self.state.global_step):
+        is_needed = self.variants.needs_sampler
+        if self.use_vllm or not (is_needed or self.logprob_check.is_due(self.state.global_step)):
             return self._generate_rows(prompts, *given, **named)
-        with record_logprobs(self.accelerator.unwrap_model(self.model_wrapped)) as rows:
+        if self._shares_prompts(prompts, *given, **named):
+            with replaced_attributes(self.prompt_sampler, records=True, top=self.variants.top):
+                return self._generate_rows(prompts, *given, **named)
+        with record_logprobs(self.accelerator.unwrap_model(self.model_wrapped), top=self.variants.top) as rows:
             completion_ids, _ = self._generate_rows(prompts, *given, **named)
         if len(rows) < len(completion_ids):  # a wrapper around the model hides its generation
+            if is_needed:
+                what, fix = "the model's wrapper hides its generation", "remove grpo.sampler_correction"
+                raise RunError(what, where="grpo.generation", fix=f"{fix} and grpo.score_centering")
             return completion_ids, None
-        return completion_ids, [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
+        return completion_ids, [row.cut(len(ids)) for row, ids in zip(rows, completion_ids, strict=True)]
+
+    def _shares_prompts(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> bool:
+        """Return whether the kit's sampler is used, which the first call decides."""
+        if self.cfg.grpo.generation != "transformers" or has_sharded_weights(self):  # there ranks generate in lockstep
+            return False
+        model, generate = self.accelerator.unwrap_model(self.model_wrapped), super()._generate_single_turn
+        with eval_mode(self.model_wrapped):
+            return self.prompt_sampler.is_usable(model, lambda: generate(prompt_ids, *given, **named))
 
     def _generate_rows(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         """Generate as TRL does, without dropout; with transformers as many completions at a time as memory allows."""
+        if self._shares_prompts(prompt_ids, *given, **named):
+            sampler = self.prompt_sampler
+            with eval_mode(self.model_wrapped), sampler.within(self.accelerator.unwrap_model(self.model_wrapped)):
+                completion_ids, _ = super()._generate_single_turn(prompt_ids, *given, **named)
+            return completion_ids, sampler.take_logps(map(len, completion_ids))
         if self.cfg.grpo.generation != "transformers":
             is_continuous = self.cfg.grpo.generation == "continuous"
             keeps_dtypes = dtypes_kept(self.args, self.accelerator.device) if is_continuous else nullcontext()
@@ -314,13 +358,13 @@ class SamplingMixin(StepTrainerMixin):
     def _score(self, inputs: list[dict[str, Any]], completion_ids: list[list[int]]) -> ScoredBatch:
         # transformers decodes an empty list to one empty text.
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True) if completion_ids else []
-        return self.scorer.score(inputs, texts, heartbeat=self.heartbeat)
+        return self.scorer.score(inputs, texts, heartbeat=self.heartbeat, completion_ids=completion_ids)
 
-    def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], _ids: Any) -> Tensor:
+    def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], ids: Any) -> Tensor:
         """Score the completions of all ranks: float [completions, rewards], NaN where a reward abstains."""
         batch, sampler = self._scored_early, self.dynamic_sampler
         if batch is None:
-            batch = self.scorer.score(inputs, completions, heartbeat=self.heartbeat)
+            batch = self.scorer.score(inputs, completions, heartbeat=self.heartbeat, completion_ids=ids)
         self.scored_batch = batch
         rewards = torch.tensor(batch.make_reward_matrix(), dtype=torch.float32, device=self.accelerator.device)
         if not sampler.skipped:
@@ -334,8 +378,13 @@ class SamplingMixin(StepTrainerMixin):
         # ratio, and the reference, for KL. TRL 1.16 runs both with dropout.
         mode = nullcontext() if torch.is_grad_enabled() else eval_mode(self.model_wrapped)
         with mode, fitted_tiles(self.model.config.get_text_config().vocab_size):
-            logps_and_entropies = super()._get_per_token_logps_and_entropies(*given, **named)
+            logps_and_entropies = score_groups(self, *given, **named)
+            self._is_joined = logps_and_entropies is not None
+            if logps_and_entropies is None:
+                logps_and_entropies = super()._get_per_token_logps_and_entropies(*given, **named)
         self.logprob_check.trained_logps = logps_and_entropies[0].detach() if torch.is_grad_enabled() else None
+        if torch.is_grad_enabled():
+            self.variants.see(logps_and_entropies[0], logps_and_entropies[1])
         return logps_and_entropies
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -354,15 +403,18 @@ class SamplingMixin(StepTrainerMixin):
         counts.lengths += lengths
         counts.tokens += sum(lengths)
         counts.label_tokens += int(completions.sum())
-        counts.padded_tokens += prompts.numel() + completions.numel()
         self.heartbeat.enter("forward")
-        loss = super().compute_loss(model, inputs, *given, **named)
+        with self.variants.applied(inputs, mask=loss_mask(inputs), sampled=sampler_logps) as changed:
+            loss = super().compute_loss(model, changed, *given, **named)
+            loss = self.variants.complete_loss(loss, inputs["advantages"])
+        counts.padded_tokens += sum(lengths) if self._is_joined else prompts.numel() + completions.numel()
         self.last_loss = self.last_loss + loss.detach()
         if self._check_loss is not None:
             self._check_loss(loss.detach())
         self.heartbeat.enter("backward")
         before = inputs.get("old_per_token_logps", model_logps)
-        self.logprob_check.compare(sampled=sampler_logps, before=before, mask=completions)
+        sampled = None if before is None else sampler_logps  # else dropout and later steps would count, too
+        self.logprob_check.compare(sampled=sampled, before=before, mask=completions)
         return loss
 
     def _save_checkpoint(self, *given: Any) -> None:
@@ -385,6 +437,7 @@ class SamplingMixin(StepTrainerMixin):
             **self.take_held_out_figures(),
             **self.sampling_totals,
             **self.logprob_check.take(self.heartbeat),
+            **self.variants.take_figures(self.heartbeat),
         }
 
 

@@ -26,6 +26,7 @@ from sftplay.reward.code_rewards import NO_CODE, How
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, aligned, combined
 from sftplay.reward.table import RewardValues
 from sftplay.sandbox.boxes.job import Status
+from sftplay.tasks.grpo.variants import overlong_penalty
 from sftplay.train.metrics import Observer
 
 
@@ -59,6 +60,9 @@ class ScoredBatch:
     control: list[float] | None = None
     """The rewards that the model learns from instead of the config's, in a control run."""
 
+    penalties: list[float] | None = None
+    """What is added to each completion's reward for its length (grpo.overlong_buffer)."""
+
     @classmethod
     def concatenate(cls, parts: Sequence[ScoredBatch]) -> ScoredBatch:
         """Concatenate the batches of all ranks, in rank order."""
@@ -69,6 +73,9 @@ class ScoredBatch:
             rewards=BatchRewards.concatenate([part.rewards for part in parts]),
             prompts=[text for part in parts for text in part.prompts],
             control=None if parts[0].control is None else [value for part in parts for value in part.control or ()],
+            penalties=None
+            if parts[0].penalties is None
+            else [value for part in parts for value in part.penalties or ()],
         )
 
     @cached_property
@@ -79,7 +86,12 @@ class ScoredBatch:
     @property
     def training_rewards(self) -> list[float | None]:
         """The reward of each completion that the model learns from; None where it is unknown."""
-        return self.true_rewards if self.control is None else list(self.control)
+        if self.control is not None:
+            return list(self.control)
+        if self.penalties is None:
+            return self.true_rewards
+        pairs = zip(self.true_rewards, self.penalties, strict=True)
+        return [value if value is None else value + penalty for value, penalty in pairs]
 
     def make_reward_matrix(self) -> list[list[float]]:
         """Return the rewards that the model learns from, float [completions, rewards]; NaN where a reward abstains.
@@ -90,7 +102,8 @@ class ScoredBatch:
         if self.control is not None:
             return [[value] for value in self.control]
         pairs = zip(self.rewards.by_name.values(), self.weights, strict=True)
-        columns = [column.values for column, weight in pairs if weight]
+        columns: list[Any] = [column.values for column, weight in pairs if weight]
+        columns += [] if self.penalties is None else [self.penalties]
         lines = zip(self.true_rewards, zip(*columns, strict=True), strict=True)
         return [[math.nan if None in (total, value) else value for value in line] for total, line in lines]
 
@@ -110,6 +123,8 @@ class ScoredBatch:
             **{f"reward/{name}": find_mean(values) for name, values in columns.items()},
             **compute_program_figures(self.rewards.verdicts),
         }
+        if self.penalties is not None:
+            figures["overlong_penalty"] = find_mean(self.penalties)
         return figures if self.control is None else {**figures, "true_reward": find_mean(self.true_rewards)}
 
     def make_sample_lines(self, advantages: Sequence[float]) -> list[dict[str, Any]]:
@@ -151,7 +166,8 @@ class RewardScorer:
     def __init__(self, cfg: RunConfig, columns: Sequence[str]) -> None:
         """`columns` are the columns that any row has."""
         self.rewards, self.columns = RewardSet(cfg), tuple(columns)
-        self._control = cfg.grpo.placebo_reward
+        self._control, self._buffer = cfg.grpo.placebo_reward, cfg.grpo.overlong_buffer
+        self._most_tokens = cfg.grpo.max_completion_length
         self._missing_rewards = MissingRewardMonitor()
 
     def __enter__(self) -> RewardScorer:
@@ -166,18 +182,28 @@ class RewardScorer:
         if self._control is not None:
             return {"control": 1.0}
         pairs = zip(self.rewards.names, self.rewards.weights, strict=True)
-        return {name: weight for name, weight in pairs if weight}
+        penalty = {} if self._buffer is None else {"overlong_penalty": 1.0}
+        return {name: weight for name, weight in pairs if weight} | penalty
 
     def score(
-        self, inputs: Sequence[Mapping[str, Any]], completions: Sequence[str], *, heartbeat: Heartbeat
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        completions: Sequence[str],
+        *,
+        heartbeat: Heartbeat,
+        completion_ids: Sequence[Sequence[int]],
     ) -> ScoredBatch:
         """Score this rank's completions of the rows `inputs`; return the completions of all ranks with their rewards.
         Raise RunError on every rank where a reward abstains too often.
         """
         with heartbeat.within("reward"):
             # Nothing is copied: rewards live in processes of their own, and programs get texts.
-            rewards = self.rewards.score(completions, aligned([row["columns"] for row in inputs], self.columns))
-            control = None
+            columns = aligned([row["columns"] for row in inputs], self.columns)
+            rewards = self.rewards.score(completions, columns, completion_ids=completion_ids)
+            penalties = control = None
+            if self._buffer is not None and self._control is None:
+                most, buffer = self._most_tokens, self._buffer
+                penalties = [overlong_penalty(len(ids), most=most, buffer=buffer) for ids in completion_ids]
             if self._control is not None:  # random numbers come from torch, whose state a checkpoint keeps
                 n = len(completions)
                 control = [1.0] * n if self._control == "constant" else torch.rand(n).tolist()
@@ -188,6 +214,7 @@ class RewardScorer:
                 rewards=rewards,
                 prompts=[row["question"] for row in inputs],
                 control=control,
+                penalties=penalties,
             )
             batch = ScoredBatch.concatenate(gather_objects(local, heartbeat))
         self._missing_rewards.add(batch.rewards)
@@ -453,4 +480,5 @@ def replace_rows(batch: ScoredBatch, part: ScoredBatch, *, places: Sequence[int]
         prompts=merge(batch.prompts, part.prompts) if batch.prompts else [],
         rewards=rewards,
         control=None if batch.control is None else merge(batch.control, part.control or []),
+        penalties=None if batch.penalties is None else merge(batch.penalties, part.penalties or []),
     )

@@ -11,10 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftplay.config.section import NotNegative, Positive, PositiveFloat, Section
+from sftplay.config.section import Auto, NotNegative, Positive, PositiveFloat, Section
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 Generation = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
+SamplerCorrection = Literal[
+    "trl", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+]
 Probability = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
@@ -78,16 +81,20 @@ class GrpoConfig(Section):
     cispo, sapo, vespo: other bounds on the ratio to the older weights. luspo: completions count by their length; it
     needs importance_sampling_level sequence. TRL's default is dapo."""
 
+    dr_grpo_divisor: Positive | None = None
+    """loss_type dr_grpo: what the sum of a completion's losses is divided by, a constant (Dr. GRPO, arXiv 2503.20783).
+    None means max_completion_length, as in TRL."""
+
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Whether the ratio to the older weights is taken of each token, or of a whole completion (GSPO). sequence goes
-    with loss_type grpo or luspo. TRL's default is token."""
+    """Whether the ratio to the older weights is taken of each token, or of a whole completion (GSPO, arXiv 2507.18071).
+    sequence goes with loss_type grpo or luspo. TRL's default is token."""
 
     epsilon: PositiveFloat = 0.2
     """How far the ratio to the older weights may fall below 1 before it is cut off. TRL's default is 0.2."""
 
     epsilon_high: PositiveFloat | None = None
-    """How far it may rise above 1. None means epsilon; DAPO takes 0.28, and loss_type cispo wants 5. TRL's default is
-    None."""
+    """How far it may rise above 1 (clip-higher, DAPO, arXiv 2503.14476, takes 0.28). None means epsilon. loss_type
+    cispo (arXiv 2506.13585) cuts the ratio itself off here, and wants 5. TRL's default is None."""
 
     delta: PositiveFloat | None = None
     """A second upper bound of the ratio, for completions that were worse than their group. It must be above 1 +
@@ -108,6 +115,10 @@ class GrpoConfig(Section):
     mask_truncated_completions: bool = False
     """Learn nothing from completions that were cut off at max_completion_length. TRL's default is false."""
 
+    overlong_buffer: Positive | None = None
+    """A penalty for length, added to the reward: 0 up to this many tokens before max_completion_length, then falling to
+    -1 there (soft overlong punishment, DAPO, arXiv 2503.14476, eq. 13). None sets none, as TRL does."""
+
     top_entropy_quantile: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Share of the tokens that are learned from: those where the model was least sure. 0.2 is usual; 1 takes all. TRL's
     default is 1."""
@@ -115,9 +126,31 @@ class GrpoConfig(Section):
     entropy_coef: float = 0.0
     """Reward for being unsure: this times the mean entropy is added to what is maximised. TRL's default is 0."""
 
+    entropy_mean: Literal["micro_batch", "step"] = "micro_batch"
+    """What the mean entropy of entropy_coef is taken over: the tokens of each micro-batch, as TRL does, so that it
+    depends on train.batch_size; or all tokens of the step (A3C, arXiv 1602.01783)."""
+
     off_policy_mask_threshold: PositiveFloat | None = None
     """Learn nothing from completions that were worse than their group and that the model has moved away from by more
-    than this. 0.5 is usual. None learns from all, as TRL does."""
+    than this, in nats a token (DeepSeek-V3.2, arXiv 2512.02556). 0.5 is usual. None learns from all, as TRL does."""
+
+    sampler_correction: SamplerCorrection = "trl"
+    """How the loss corrects for a sampler that gives other probabilities than the model that learns: by their ratio,
+    of each token or of the completion. truncate cuts the ratio off at sampler_ratio_min and _max (token_truncate: TIS,
+    fengyao.notion.site/off-policy-rl). mask learns nothing where it lies outside (token_mask: IcePop, arXiv
+    2510.18855; geometric_mask: of a completion, by the mean of its tokens, richardli.xyz/rl-collapse-3). trl corrects
+    vLLM by sequence_mask, as TRL does, and nothing else; none corrects nothing."""
+
+    sampler_ratio_min: PositiveFloat | None = None
+    """Lower bound of the ratio of sampler_correction: below 1. IcePop takes 0.5. None sets none, as TRL does."""
+
+    sampler_ratio_max: PositiveFloat = 3.0
+    """Upper bound of the ratio of sampler_correction: above 1. TIS takes 2, IcePop 5. TRL's default is 3."""
+
+    score_centering: Positive | None = None
+    """Subtract from the gradient of each token what the sampler's probabilities would add on average (Score Centering,
+    arXiv 2609.20807), which lets a model drift that learns from a sampler with other probabilities. The number of the
+    sampler's likeliest tokens that are compared; the paper takes 128. None subtracts nothing, as TRL does."""
 
     temperature: PositiveFloat = 1.0
     """Temperature of sampling. Higher samples more widely. TRL's default is 1."""
@@ -143,6 +176,12 @@ class GrpoConfig(Section):
     generation_rows: Positive | None = None
     """Completions that a process samples at the same time (generation transformers, continuous); the rest follow. None
     means as many as fit into memory next to the model. TRL samples all at once."""
+
+    share_prompts: bool | Auto = "auto"
+    """Compute a prompt once for all its completions in a micro-batch while the model learns and where it scores them.
+    auto: where that costs less, which the plan and each micro-batch decide, and a proof with the model's own weights
+    shows that it changes nothing. true does so always, and refuses a model that fails the proof; false never, as
+    TRL."""
 
     vllm: VllmConfig = Field(default_factory=VllmConfig)
     """Settings of vLLM."""

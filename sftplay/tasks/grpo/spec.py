@@ -16,6 +16,7 @@ from sftplay.errors import ConfigError
 COMPLETION, PROMPT = "grpo.max_completion_length", "grpo.max_prompt_length"
 EFFECTIVE, GENERATIONS = "train.effective_batch_size", "grpo.num_generations"
 LEVEL, LOSS = "grpo.importance_sampling_level", "grpo.loss_type"
+CORRECTION, CENTERING = "grpo.sampler_correction", "grpo.score_centering"
 
 UNCLIPPED = ("cispo", "sapo", "vespo")
 """Losses that bound the ratio in another way than by epsilon and delta (trl 1.16, `_compute_loss`)."""
@@ -42,6 +43,7 @@ class GrpoSpec(TaskSpec):
             fix = f"write model.max_seq_len: {both}, or {PROMPT}: {limit - grpo.max_completion_length}"
             yield Problem((PROMPT, COMPLETION, "model.max_seq_len"), f"{what}model.max_seq_len {limit}", fix=fix)
         yield from _check_loss(cfg)
+        yield from _check_sampler_correction(cfg)
         why = dict[str, str]()
         if grpo.dynamic_sampling_rounds:
             why["grpo.dynamic_sampling_rounds"] = "which gives the turn of such a prompt to another one"
@@ -74,6 +76,15 @@ class GrpoSpec(TaskSpec):
         if grpo.generation.startswith("vllm"):
             why = f"{grpo.generation} decides itself how many completions it samples at a time"
             yield "grpo.generation_rows", kind, why
+        if grpo.sampler_correction in ("trl", "none"):
+            for name in ("min", "max"):
+                yield f"grpo.sampler_ratio_{name}", CORRECTION, f"{CORRECTION} is {grpo.sampler_correction}"
+        if grpo.loss_type != "dr_grpo":
+            yield "grpo.dr_grpo_divisor", LOSS, "only loss_type dr_grpo divides by a constant"
+        if not grpo.entropy_coef:
+            yield "grpo.entropy_mean", "grpo.entropy_coef", "grpo.entropy_coef is 0"
+        if grpo.placebo_reward is not None:
+            yield "grpo.overlong_buffer", "grpo.placebo_reward", "grpo.placebo_reward is what the model gets"
         unused = {"grpo.epsilon": UNCLIPPED, "grpo.epsilon_high": ("sapo", "vespo")}
         for key, losses in unused.items():
             if grpo.loss_type in losses:
@@ -135,6 +146,7 @@ def _check_loss(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem((LEVEL, LOSS), what, fix=f"write {LEVEL}: token")
     mode = grpo.extra.get("vllm_importance_sampling_mode", "sequence_mask")
     is_corrected = grpo.generation.startswith("vllm") and grpo.extra.get("vllm_importance_sampling_correction", True)
+    is_corrected = is_corrected and grpo.sampler_correction == "trl"
     if is_vespo and is_corrected and mode not in ("token_truncate", "token_mask"):
         key = "grpo.extra.vllm_importance_sampling_mode"
         what = f"{mode}: loss_type vespo corrects vLLM's probabilities by token"
@@ -144,6 +156,65 @@ def _check_loss(cfg: RunConfig) -> Iterator[Problem]:
         if grpo.loss_type in UNCLIPPED:
             what = f"loss_type {grpo.loss_type} does not use it"
         yield Problem(("grpo.delta", LOSS, "grpo.epsilon"), what, fix="remove it, or write 4")
+    elif grpo.loss_type == "cispo" and (bound := grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high) < 1:
+        what = f"cispo cuts the ratio itself off there: every token would count by {bound:g}"
+        yield Problem(("grpo.epsilon_high", LOSS), what, fix="write grpo.epsilon_high: 5")
+    if grpo.overlong_buffer is not None and grpo.overlong_buffer >= grpo.max_completion_length:
+        what = f"{grpo.overlong_buffer} leaves no length without a penalty below {grpo.max_completion_length}"
+        yield Problem(("grpo.overlong_buffer", COMPLETION), what, fix="write a quarter of it")
+    if grpo.entropy_mean == "step" and grpo.entropy_coef:
+        for key, is_set in {
+            "grpo.top_entropy_quantile": grpo.top_entropy_quantile < 1,
+            "grpo.extra.use_adaptive_entropy": grpo.extra.get("use_adaptive_entropy"),
+        }.items():
+            if is_set:
+                what = f"{key} is TRL's, with the mean over a micro-batch"
+                yield Problem(
+                    ("grpo.entropy_mean", key), what, fix=f"write grpo.entropy_mean: micro_batch, or leave {key} out"
+                )
+
+
+def _check_sampler_correction(cfg: RunConfig) -> Iterator[Problem]:
+    grpo, mode = cfg.grpo, cfg.grpo.sampler_correction
+    corrects = mode not in ("trl", "none")
+    low, high = grpo.sampler_ratio_min, grpo.sampler_ratio_max
+    if corrects and (high <= 1 or (low is not None and low >= 1)):
+        what = f"the same probabilities have the ratio 1, which is not between {low or 0:g} and {high:g}"
+        yield Problem(("grpo.sampler_ratio_max", "grpo.sampler_ratio_min", CORRECTION), what, fix="write 0.5 and 3")
+    if corrects and grpo.loss_type == "vespo" and mode not in ("token_truncate", "token_mask"):
+        what = f"{mode}: loss_type vespo takes the ratio of each token"
+        yield Problem((CORRECTION, LOSS), what, fix=f"write {CORRECTION}: token_truncate")
+    trl = [f"grpo.extra.{name}" for name in grpo.extra if name.startswith("vllm_importance_sampling")]
+    if mode != "trl" and trl:
+        yield Problem(
+            (trl[0], CORRECTION), f"it is TRL's setting for what {CORRECTION} says", fix="keep one of the two"
+        )
+    for key in (*[CORRECTION] * corrects, *[CENTERING] * (grpo.score_centering is not None)):
+        if grpo.generation == "continuous":
+            what = "continuous batching gives no probabilities of its tokens"
+            yield Problem((key, "grpo.generation"), what, fix=f"write grpo.generation: transformers, or remove {key}")
+        if cfg.tuning.mode != "full" and cfg.tuning.lora.dropout:
+            what = "the model learns with dropout, which would count as another sampler"
+            yield Problem((key, "tuning.lora.dropout"), what, fix="write tuning.lora.dropout: 0")
+    if grpo.score_centering is None:
+        return
+    if corrects and mode not in ("token_truncate", "token_mask"):
+        what = f"{CENTERING} weights each token by itself, and {mode} whole completions"
+        yield Problem((CORRECTION, CENTERING), what, fix="write token_truncate or token_mask")
+    table = {
+        "grpo.generation": (grpo.generation.startswith("vllm"), "TRL hands on the sampled token alone", "transformers"),
+        "grpo.top_p": (grpo.top_p < 1, "left-out tokens have no probability to compare", "1"),
+        "grpo.top_k": (grpo.top_k, "left-out tokens have no probability to compare", "0"),
+        "grpo.min_p": (grpo.min_p, "left-out tokens have no probability to compare", "null"),
+        "grpo.repetition_penalty": (grpo.repetition_penalty != 1, "the model learns without it", "1"),
+        "grpo.share_prompts": (grpo.share_prompts is True, "it takes the scores of rows", "auto"),
+        LOSS: (grpo.loss_type in ("sapo", "vespo"), "its weights are no ratios of probabilities", "dapo"),
+    }
+    for key, (is_broken, why, fix) in table.items():
+        if is_broken:
+            yield Problem(
+                (key, CENTERING), f"it does not go together with {CENTERING}: {why}", fix=f"write {key}: {fix}"
+            )
 
 
 def check_label_settings(cfg: RunConfig) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from sftplay.machine.ports import free_port
 from sftplay.machine.releases import page_argument
 from sftplay.tasks.grpo.sampling import PromptRows, SamplingMixin, find_run_order
 from sftplay.tasks.grpo.scoring import KeepDraws, RewardScorer
+from sftplay.tasks.grpo.variants import variant_arguments
 from sftplay.tasks.grpo.vllm_weights import send_to_vllm, vllm_chosen
 from sftplay.tasks.grpo.watch import EvaluatePrompts, SignalHealth, WatchBaseWeights
 from sftplay.train.checkpointing import describe_renderer
@@ -56,6 +57,7 @@ def grpo_arguments(cfg: RunConfig) -> dict[str, Any]:
         "multi_objective_aggregation": grpo.aggregation,
         **{name: getattr(grpo, name) for name in SAME_NAMES},
         **_generation_arguments(cfg),
+        **variant_arguments(cfg),
         **grpo.extra,
     }
 

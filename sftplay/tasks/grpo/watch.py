@@ -268,11 +268,6 @@ SIGNAL_PROBLEMS = (
         "the weights that learn are far from those that sampled: KL {now:.3g}",
         "lower grpo.steps_per_generation, grpo.num_iterations or train.learning_rate",
     ),
-    SignalProblem(
-        "other sampler", "sampler_gap", lambda _, now: now > 0.1,
-        "the sampler and the model that learns disagree: their log-probabilities differ by {now:.3g} in the mean",
-        "set grpo.top_p=1, top_k=0, min_p=null and repetition_penalty=1; with vLLM, train and sample in one precision",
-    ),
 )  # fmt: skip
 
 
@@ -335,7 +330,7 @@ class SignalHealth(Observer, ExportableState):
             log.say(f"warning: {what}: only form is learned\n  fix: {WARM_UP_FIX}", "signal")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        names = ("entropy", "kl", "sampler_kl", "sampler_gap")
+        names = ("entropy", "kl", "sampler_kl")
         self._check({**{name: logs.get(name) for name in names}, "policy_clip_share": read_policy_clip_share(logs)})
 
     def _check(self, figures: Mapping[str, float | None]) -> None:

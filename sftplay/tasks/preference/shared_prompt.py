@@ -9,7 +9,6 @@ from types import MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -21,11 +20,10 @@ from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ran_out_of_memory
 from sftplay.train.loss_heads import PROOF_TOLERANCE, chunk_tokens, compute_scores, gather_sharded
 from sftplay.train.micro_batches import Batch, Collator, can_compute, watched_embeddings
+from sftplay.train.shared_prompt import EXACT_TOLERANCE, attends_to_all, unwrap
 from sftplay.train.upstream import find_attention
 
 Sides = Literal["both", "first", "second"]
-
-MASKED_ATTENTION = ("sdpa", "eager")  # they take a mask for each pair of tokens (transformers 5.17, masking_utils.py)
 
 COLUMNS = ("prompt_tokens", "chosen_tokens", "row", "index", "desirable", "margin")
 
@@ -219,16 +217,8 @@ def put_chunked_logps(model: Any) -> None:
     setattr(model, CHUNKED, True)
 
 
-def unwrap(model: Any) -> Any:
-    """Return the causal model inside DDP, DeepSpeed or an adapter."""
-    model = extract_model_from_parallel(model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 PROOF_PAIRS = ((5, 4, 6), (3, 6, 2))
 """Tokens of the prompt, of the chosen and of the rejected completion."""
-
-EXACT_TOLERANCE = 1e-5  # relative, in fp32: random weights hardly care for a wrong position
 
 
 def prove(model: Any) -> bool:
@@ -244,14 +234,6 @@ def prove(model: Any) -> bool:
         log.say("note: that a shared prompt changes nothing is not proved here: this process does not hold the weights")
         return True
     return keeps_sides_apart(base, lambda batch, shares: completion_logps(base, batch, shares=shares).sums)
-
-
-def attends_to_all(base: Any) -> bool:
-    """Return whether each token of a causal model attends to all before it, under a mask that can be given."""
-    config = base.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ())
-    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return find_attention(base) in MASKED_ATTENTION and (layers == {"full_attention"} if layers else not slides)
 
 
 def keeps_sides_apart(base: Any, compute: Callable[[Batch, bool], Tensor], *, near_zero: float = 0.0) -> bool:

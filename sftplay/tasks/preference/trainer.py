@@ -17,11 +17,12 @@ from sftplay.errors import ConfigError
 from sftplay.model.out_of_memory import AdaptiveBatches, Shortage
 from sftplay.tasks.preference.kto import kto_losses, reference_point
 from sftplay.tasks.preference.losses import compute_rewards, pair_losses
-from sftplay.tasks.preference.shared_prompt import completion_logps, prove, put_chunked_logps, unwrap
+from sftplay.tasks.preference.shared_prompt import completion_logps, prove, put_chunked_logps
 from sftplay.tasks.preference.spec import uses_reference
 from sftplay.train.eval_mode import eval_mode
 from sftplay.train.exact_batch import ADVICE, ExactBatchMixin, StepSetup
 from sftplay.train.micro_batches import Batch, MicroBatcher, SourceLoss
+from sftplay.train.shared_prompt import unwrap
 
 if TYPE_CHECKING:
     Base = ExactBatchMixin  # the mixin that comes after this one

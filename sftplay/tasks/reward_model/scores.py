@@ -13,15 +13,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from sftplay.config.run import RunConfig
-from sftplay.tasks.preference.shared_prompt import (
-    attends_to_all,
-    join_sides,
-    keeps_sides_apart,
-    split_sides,
-    unwrap,
-)
+from sftplay.tasks.preference.shared_prompt import join_sides, keeps_sides_apart, split_sides
 from sftplay.tasks.reward_model.score_head import ScoreHead, find_score_head
 from sftplay.train.micro_batches import Batch, can_compute
+from sftplay.train.shared_prompt import attends_to_all, unwrap
 from sftplay.train.upstream import find_attention
 
 

@@ -13,7 +13,7 @@ from in_process import Inputs, train
 from peft import LoraConfig, get_peft_model
 
 from sftplay.heartbeat import Heartbeat
-from sftplay.tasks.grpo.sampler_check import LogprobCheck, record_logprobs
+from sftplay.tasks.grpo.sampler_check import SamplerCheck, record_logprobs
 
 PROMPTS = [[0, 0, 5, 6], [7, 8, 9, 10]]
 
@@ -44,14 +44,16 @@ def test_what_is_noted_is_what_plain_transformers_gives_for_the_whole_text(has_a
 
 
 def test_the_figures_by_hand():
-    check = LogprobCheck(1)
+    check = SamplerCheck(1)
     check.trained_logps = torch.tensor([[-1.0, -2.0, -3.0, -9.0]])
     mask = torch.tensor([[1, 1, 1, 0]])
     check.compare(sampled=torch.tensor([[-1.5, -2.0, torch.nan, 0.0]]), before=None, mask=mask)  # vLLM may not know one
     check.compare(sampled=None, before=torch.tensor([[-1.5, -2.0, -3.0, 0.0]]), mask=mask)
     # |0.5| and |0| over two tokens; e^0.5 - 1 - 0.5 over three
-    assert check.take(Heartbeat()) == {"sampler_gap": 0.25, "sampler_kl": pytest.approx(0.14872127 / 3, rel=1e-5)}
-    assert check.take(Heartbeat()) == {"sampler_gap": None, "sampler_kl": None}
+    unjudged = {"sampler_gap_max": None, "sampler_gap_bound": None, "sampler_cause": None}
+    means = {"sampler_gap": 0.25, "sampler_kl": pytest.approx(0.14872127 / 3, rel=1e-5)}
+    assert check.take(Heartbeat()) == means | unjudged
+    assert check.take(Heartbeat()) == {"sampler_gap": None, "sampler_kl": None} | unjudged
 
 
 DROPOUT = {"tuning__mode": "lora", "tuning__lora__dropout": 0.3, "train__learning_rate": 0.05}
@@ -63,16 +65,16 @@ def test_the_tokens_of_a_drawing_have_the_probabilities_with_which_they_were_dra
     prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     gaps, dropped = list[float](), list[float]()
-    compare = LogprobCheck.compare
+    compare = SamplerCheck.compare
 
-    def noted(self: LogprobCheck, *, sampled: Any, before: Any, mask: torch.Tensor) -> None:
+    def noted(self: SamplerCheck, *, sampled: Any, before: Any, mask: torch.Tensor) -> None:
         if sampled is not None and before is not None and self.trained_logps is not None:
             kept = mask.bool()
             gaps.append(float((sampled - before)[kept].abs().max()))
             dropped.append(float((self.trained_logps - before)[kept].abs().max()))
         compare(self, sampled=sampled, before=before, mask=mask)
 
-    monkeypatch.setattr(LogprobCheck, "compare", noted)
+    monkeypatch.setattr(SamplerCheck, "compare", noted)
     window = {"grpo__num_iterations": 2, "grpo__beta": 0.1}
     steps = {"train__max_steps": 4, "grpo__logprob_check_steps": 1}
     run = train(tmp_path, prompts, **grpo_options(prompts, **DROPOUT, **steps, **window))

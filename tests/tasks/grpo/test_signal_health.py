@@ -50,7 +50,6 @@ def run(watcher: SignalHealth, *, logs: dict[str, Any] | None = None, **drawing:
         ({}, {"clip_ratio/region_mean": 0.6}, "the ratio of ", "num_iterations"),
         ({}, {"cispo_clip_ratio": 0.6, "clip_ratio/region_mean": None}, "the ratio of ", "num_iterations"),
         ({}, {"sampler_kl": 0.5}, "far from those that sampled", "steps_per_generation"),
-        ({}, {"sampler_gap": 0.5}, "differ by ", "top_p=1"),
     ],
 )
 def test_a_cause_is_said_once_with_what_to_change(drawing, logs, what, fix, capsys):

@@ -129,7 +129,7 @@ def test_a_step_that_the_scaler_skips_is_counted_and_halves_the_scale():
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(scaler=scaler), lr_scheduler=schedule, state=SimpleNamespace(global_step=3),
         _figures={}, take_held_out_figures=dict, sampling_totals={}, heartbeat=None,
-        logprob_check=SimpleNamespace(take=lambda _: {}),
+        logprob_check=SimpleNamespace(take=lambda _: {}), variants=SimpleNamespace(take_figures=lambda _: {}),
     )  # fmt: skip
     figures = SamplingMixin.take_figures(trainer, {})
     assert (figures["loss_scale"], figures["skipped_steps"]) == (2.0**15, 1)

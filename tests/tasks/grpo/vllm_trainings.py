@@ -21,11 +21,13 @@ DATA = ROOT / "data" / "mistaken_words"
 STEPS = 5
 
 GREEDY = {
-    "grpo__top_k": 1, "grpo__entropy_coef": 0.05, "grpo__extra": {"vllm_importance_sampling_correction": False},
+    "grpo__top_k": 1, "grpo__entropy_coef": 0.05, "grpo__sampler_correction": "none",
+    "grpo__logprob_check_steps": 0,
     "grpo__stop_without_signal": 0, "train__learning_rate": 1e-3,
 }  # fmt: skip
 """All answers of a group are the likeliest one, so that no advantage is left; what is learned is the reward for being
-unsure, of the tokens that were sampled. vLLM says probability 1 of such tokens, which TRL would correct for."""
+unsure, of the tokens that were sampled. vLLM says probability 1 of such tokens, which TRL would correct for and the check of the
+sampler would call a fault."""
 
 
 def toy(**changes: Any) -> dict[str, Any]:

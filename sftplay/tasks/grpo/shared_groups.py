@@ -1,0 +1,170 @@
+"""Log-probabilities of the completions of a rollout batch, with each prompt computed once for all its completions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sftplay import log
+from sftplay.config.run import RunConfig
+from sftplay.data.records import IGNORE_INDEX
+from sftplay.errors import ConfigError, ran_out_of_memory
+from sftplay.tasks.grpo.length_order import Sharing, has_relative_positions
+from sftplay.tasks.grpo.plan import BLOCK_COST
+from sftplay.train.loss_heads import PROOF_TOLERANCE
+from sftplay.train.micro_batches import can_compute, watched_embeddings
+from sftplay.train.preflight import has_sharded_weights
+from sftplay.train.shared_prompt import (
+    EXACT_TOLERANCE,
+    PromptLayout,
+    attends_to_all,
+    layout_inputs,
+    teach_attention,
+    unwrap,
+)
+from sftplay.train.upstream import find_attention
+
+Logps = tuple[Tensor, Tensor | None, Tensor | None]
+"""As TRL returns them: log-probabilities and entropies, [rows, completion tokens], and the router's loss."""
+
+
+class JoinedRows(NamedTuple):
+    """A row of prompts and their completions, the label of each token, and the cell of each label in [rows, tokens]."""
+
+    rows: int
+    layout: PromptLayout
+    ids: Tensor
+    labels: Tensor
+    cells: Tensor
+
+
+def join_rows(input_ids: Tensor, attention_mask: Tensor, completion_tokens: int) -> JoinedRows:
+    """Join rows of prompts, padded on the left, and completions, padded on the right. Equal prompts become one.
+
+    A prompt's last token and all but the last one of a completion stand before the completion's labels.
+    """
+    width, device = input_ids.size(1) - completion_tokens, input_ids.device
+    starts = (width - attention_mask[:, :width].sum(1)).tolist()
+    lengths = attention_mask[:, width:].sum(1).tolist()
+    groups = dict[tuple[int, ...], list[tuple[int, list[int]]]]()
+    for number, (row, start, length) in enumerate(zip(input_ids.tolist(), starts, lengths, strict=True)):
+        groups.setdefault(tuple(row[start:width]), []).append((number, row[width : width + length]))
+    # A completion without tokens counts for nothing; without any, one stays, since DDP and FSDP wait for every weight.
+    kept = {
+        prompt: filled for prompt, rows in groups.items() if (filled := [row for row in rows if row[1]])
+    } or {prompt: rows[:1] for prompt, rows in list(groups.items())[:1]}  # fmt: skip
+    ids, labels, cells = list[int](), list[int](), list[int]()
+    for prompt, rows in kept.items():
+        ids += prompt[:-1]
+        labels += [IGNORE_INDEX] * (len(prompt) - 1)
+        for number, completion in rows:
+            ids += [prompt[-1], *completion[:-1]]
+            labels += completion or [IGNORE_INDEX]
+            cells += range(number * completion_tokens, number * completion_tokens + len(completion))
+    layout = PromptLayout(
+        [len(prompt) - 1 for prompt in kept], [[max(1, len(found)) for _, found in rows] for rows in kept.values()],
+        device,
+    )  # fmt: skip
+    return JoinedRows(
+        len(input_ids), layout, *(torch.tensor(part, device=device, dtype=torch.long) for part in (ids, labels, cells))
+    )
+
+
+def score_groups(
+    trainer: Any, model: Any, input_ids: Tensor, attention_mask: Tensor, completion_tokens: int,
+    batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **images: Any,
+) -> Logps | None:  # fmt: skip
+    """Compute what a GRPOTrainer's `_get_per_token_logps_and_entropies` does, by the head that TRL gave the model.
+
+    None where `trainer.sharing` says that the rows are not to be joined, or that they cost more joined than padded, and
+    for images and the loss of a router, which is a mean over tokens. `model` may be wrapped by DDP, FSDP or DeepSpeed.
+    """
+    if not trainer.sharing or compute_aux_loss or any(value is not None for value in images.values()):
+        return None
+    size, logps, entropies = batch_size or len(input_ids), list[Tensor](), list[Tensor]()
+    parts = zip(input_ids.split(size), attention_mask.split(size), strict=True)
+    joined = [join_rows(*part, completion_tokens) for part in parts]
+    if trainer.sharing == "cheaper" and BLOCK_COST * sum(len(row.ids) for row in joined) > input_ids.numel():
+        return None
+    for row in joined:
+        inputs, is_label = layout_inputs(row.layout, row.ids), row.labels != IGNORE_INDEX
+        with trainer.accelerator.autocast():
+            outputs = model(**inputs, shift_labels=row.labels[None], fused_lm_head=True)
+        for found, kept in ((outputs.log_probs, logps), (outputs.entropy, entropies)):
+            if found is not None:
+                # Copied to places of their own: a sum by index has no fixed order on a GPU.
+                scattered = found.new_zeros(row.rows * completion_tokens).index_copy(0, row.cells, found[0][is_label])
+                kept.append(scattered.view(row.rows, completion_tokens))
+    return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+
+def decide_sharing(trainer: Any, cfg: RunConfig) -> Sharing:
+    """Decide whether completions are computed next to each other, behind one prompt; say why not. Raise ConfigError
+    where they shall, and the model gives them other probabilities then.
+    """
+    wanted, base = cfg.grpo.share_prompts, unwrap(trainer.model)
+    if wanted is False:
+        return ""
+    what, is_known = "", can_compute(base) and not has_sharded_weights(trainer)
+    if not (attends_to_all(base) and find_attention(base) == "sdpa" and has_relative_positions(base)):
+        what = f"{base.config.model_type} with {find_attention(base)} attention cannot compute a prompt once"
+    elif is_known:
+        teach_attention()
+        if not proves_equal(trainer, base):
+            what = "with prompts computed once this model gives completions other probabilities"
+    elif wanted is True:
+        teach_attention()
+        log.say("note: that a shared prompt changes nothing is not proved here: this process does not hold the weights")
+    else:
+        what = "that a shared prompt changes nothing cannot be proved where processes hold parts of the weights"
+    if not what:
+        return "always" if wanted is True else "cheaper"
+    if wanted is True:
+        fix = "write grpo.share_prompts: auto, which gives each completion a prompt of its own"
+        raise ConfigError(what, where="grpo.share_prompts true", fix=fix)
+    log.say(f"note: {what}: each completion has a prompt of its own")
+    return ""
+
+
+PROOF_ROWS = ((5, (4, 6, 1)), (3, (2, 5)))
+"""Tokens of prompts, and of their completions."""
+
+
+def proves_equal(trainer: Any, base: Any) -> bool:
+    """Return whether a few completions have the same log-probabilities and entropies, and their sum the same gradient
+    of each token's embedding, with shared prompts as without."""
+    device, vocab = base.get_input_embeddings().weight.device, base.config.get_text_config().vocab_size
+    width = max(length for _, lengths in PROOF_ROWS for length in lengths)
+    longest, start, rows = max(length for length, _ in PROOF_ROWS), 2, list[list[int]]()
+    for length, lengths in PROOF_ROWS:
+        prompt = list(range(start, start := start + length))
+        for count in lengths:
+            padding = [-1] * (longest - length), [-1] * (width - count)
+            rows.append([*padding[0], *prompt, *range(start, start := start + count), *padding[1]])
+    marked = torch.tensor(rows, device=device)
+    mask, ids = (marked >= 0).long(), marked.clamp(min=0) % vocab
+    weights = torch.linspace(1, 2, len(rows) * width, device=device).view(-1, width)
+
+    def compute(sharing: Sharing) -> list[Tensor]:
+        trainer.sharing = sharing
+        with watched_embeddings(base) as seen:
+            logps, entropies, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, mask, width, compute_entropy=True
+            )
+            (gradient,) = torch.autograd.grad(((logps + entropies) * weights).sum(), seen[0])
+        tokens = join_rows(ids, mask, width).ids if sharing else (ids * mask).flatten()
+        total = gradient.new_zeros(start, gradient.shape[-1]).index_add(0, tokens % start, gradient.flatten(0, 1))
+        total[0] = 0  # padding
+        return [part.detach().float() for part in (logps, entropies, total)]
+
+    try:
+        pairs = list(zip(compute(""), compute("always"), strict=True))
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, RuntimeError) and ran_out_of_memory(error):
+            raise
+        return False
+    is_half = base.dtype.itemsize < 4 or trainer.accelerator.mixed_precision != "no"
+    tolerance = PROOF_TOLERANCE if is_half else EXACT_TOLERANCE
+    return all(bool((one - other).norm() <= tolerance * one.norm()) and bool(one.any()) for one, other in pairs)
