@@ -26,8 +26,8 @@ GREEDY = {
     "grpo__stop_without_signal": 0, "train__learning_rate": 1e-3,
 }  # fmt: skip
 """All answers of a group are the likeliest one, so that no advantage is left; what is learned is the reward for being
-unsure, of the tokens that were sampled. vLLM says probability 1 of such tokens, which TRL would correct for and the check of the
-sampler would call a fault."""
+unsure, of the tokens that were sampled. vLLM says probability 1 of such tokens, which TRL would correct for, and the
+check of the sampler would call a fault."""
 
 
 def toy(**changes: Any) -> dict[str, Any]:
