@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 CACHE = "SFTPLAY_CACHE"  # names a folder for all caches instead of the usual one
@@ -34,6 +36,11 @@ def find_vllm_python() -> Path | None:
         is_finished = True
     python = venv / "bin/python"
     return python if is_finished and python.exists() else None
+
+
+def find_python() -> Path | None:
+    """The Python that has vLLM: that of `.venv-vllm`, or this one; None where neither has it."""
+    return find_vllm_python() or (Path(sys.executable) if find_spec("vllm") else None)
 
 
 def shipped(path: str) -> Path:

@@ -35,7 +35,6 @@ from sftplay.errors import DataError
 from sftplay.evaluate.perplexity import Document, HeldOut, measure_sources
 from sftplay.launch.command import Launch, Scale
 from sftplay.launch.follow import read_timeout
-from sftplay.launch.generation_server import server_command
 from sftplay.launch.nccl import nccl_environment
 from sftplay.launch.run_folder import RunFolder, new_folder
 from sftplay.machine.gpu import Gpu, Machine
@@ -47,6 +46,7 @@ from sftplay.runs import memory_probe
 from sftplay.runs.inputs import known_shape
 from sftplay.runs.strategy_setup import build_strategy_environment, prepare_deepspeed, with_deepspeed
 from sftplay.tasks.grpo.task import grpo_arguments
+from sftplay.tasks.grpo.vllm_server import server_command
 from sftplay.train.checkpointing import MarkComplete
 from sftplay.train.train_run import make_setup
 
@@ -522,7 +522,14 @@ def decides(key: str, value: Any, *, weights: bool) -> Check:
 
 def starts_the_server(bench: Bench) -> None:
     cfg = bench.plain.cfg.with_values({"grpo.vllm.command": "serve -p {port} {model}"}, "test")
-    assert server_command(cfg, host="h", port=9) == ["serve", "-p", "9", cfg.model.name]
+    assert server_command(cfg, host="h", port=9, has_gpu=True) == ["serve", "-p", "9", cfg.model.name]
+
+
+def brings_the_server_adapters(bench: Bench) -> None:
+    for sync, has_adapters in (("full", False), ("adapter", True)):
+        cfg = bench.plain.cfg.with_values({"grpo.vllm.sync": sync}, "test")
+        words = server_command(cfg, host="h", port=9, has_gpu=True)
+        assert ("--enable-lora" in words, "--weight-transfer-config" in words) == (has_adapters, not has_adapters)
 
 
 SAME_IN_TRL: dict[str, tuple[Any, ...]] = {
@@ -556,6 +563,7 @@ OF_GRPO: dict[str, Check] = {
     **{key: of_trl(key, *row) for key, row in NAMED_IN_TRL.items()},
     "extra": of_trl("extra.sapo_temperature_neg", "sapo_temperature_neg", {1.1: 1.1}, {}),
     "vllm.command": starts_the_server,
+    "vllm.sync": brings_the_server_adapters,
     "share_prompts": decides("grpo.share_prompts", False, weights=True),
     "generation_rows": decides("grpo.generation_rows", 2, weights=True),
     "dynamic_sampling_rounds": decides("grpo.dynamic_sampling_rounds", 2, weights=True),

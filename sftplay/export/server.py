@@ -19,11 +19,11 @@ from typing import Literal
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export import gate
-from sftplay.export.vllm_command import ENVIRONMENT, find_python, small_machine_environment, vllm_command
+from sftplay.export.vllm_command import ENVIRONMENT, small_machine_environment, vllm_command
 from sftplay.launch.command import Launch, offline_environment, quiet_environment
 from sftplay.launch.generation_server import answers
 from sftplay.machine.ports import HOST, free_port
-from sftplay.places import ROOT
+from sftplay.places import ROOT, find_python
 from sftplay.signals import Forwarder, popen_tied
 
 ServerKind = Literal["transformers", "vllm"]

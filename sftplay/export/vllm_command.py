@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sftplay.atomic import read_object
 from sftplay.errors import ConfigError, MachineError
 from sftplay.export import gate
 from sftplay.machine.gpu import ram_free_bytes
 from sftplay.machine.probe import usable_cores
-from sftplay.places import find_vllm_python
+from sftplay.places import find_python
+
+if TYPE_CHECKING:
+    from sftplay.config.run import RunConfig
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """The server without `vllm serve`, whose other commands make a start longer (vLLM 0.31)."""
@@ -91,11 +92,6 @@ def vllm_command(
     return [str(python), "-P", "-m", MODULE, "--model", str(folder), *served]
 
 
-def find_python() -> Path | None:
-    """Return the Python that has vLLM: that of `.venv-vllm`, or this one; None where neither has it."""
-    return find_vllm_python() or (Path(sys.executable) if find_spec("vllm") else None)
-
-
 def find_lora_rank(adapter: Path) -> int:
     """Return the adapter's rank. Raise ConfigError where vLLM would serve it wrongly, or not at all."""
     config = read_object(adapter / "adapter_config.json")
@@ -125,6 +121,11 @@ def find_dtype(folder: Path, *, has_gpu: bool) -> str:
     if not has_gpu and not cpu_has_bf16():
         return "float32"
     return str(stored) if stored in ("float32", "float16", "bfloat16") else "auto"
+
+
+def cpu_dtype(cfg: RunConfig) -> str:
+    """Return the dtype in which vLLM samples for a trainer without a GPU: that in which the trainer computes."""
+    return "bfloat16" if cfg.train.precision == "bf16" else "float32"
 
 
 def cpu_has_bf16() -> bool:

@@ -124,12 +124,13 @@ def launcher_command(
     config: str,
     has_gpu: bool = False,
     gpus: str | None = None,
+    python: str = sys.executable,
 ) -> list[str]:
     """The command up to the workers' module. The user's options for the launcher come last.
 
     `strategy` is the workers' environment for their strategy, `config` the path of `accelerate_config`'s text, `gpus`
-    the CUDA_VISIBLE_DEVICES of a machine with GPUs. Raises ConfigError if the launcher cannot start such a run;
-    MachineError if it is not installed.
+    the CUDA_VISIBLE_DEVICES of a machine with GPUs, `python` the workers'; Ray's driver chooses it
+    itself. Raises ConfigError if the launcher cannot start such a run; MachineError if it is not installed.
     """
     if launcher == "ray":
         if scale.nnodes > 1:
@@ -138,7 +139,7 @@ def launcher_command(
         return [*ray_command(scale.nproc, scale.launcher_args, has_gpu=has_gpu, environ=os.environ), "-m"]
     if launcher == "accelerate":
         # With --use_deepspeed or --use_fsdp accelerate would overwrite the environment of the strategy.
-        argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--multi_gpu"]
+        argv = [python, "-m", "accelerate.commands.launch", "--config_file", config, "--multi_gpu"]
         argv += ["--num_processes", str(scale.world_size), "--num_machines", str(scale.nnodes)]
         argv += ["--machine_rank", str(scale.node_rank), "--main_process_ip", scale.master_addr]
         argv += ["--main_process_port", str(scale.master_port)]
@@ -160,10 +161,10 @@ def launcher_command(
                 raise ConfigError(f"deepspeed takes GPUs by number, not {gpus}", where="CUDA_VISIBLE_DEVICES", fix=fix)
             devices = ["--include", f"localhost:{','.join(chosen)}"]
         # A list of hosts on this machine (/job/hostfile) would start the run on other machines.
-        argv = [sys.executable, "-m", DEEPSPEED, "--hostfile", os.devnull, *devices]
+        argv = [python, "-m", DEEPSPEED, "--hostfile", os.devnull, *devices]
         argv += ["--master_addr", scale.master_addr, "--master_port", str(scale.master_port), "--no_local_rank"]
     else:
-        argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc)]
+        argv = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc)]
         argv += ["--nnodes", str(scale.nnodes), "--node-rank", str(scale.node_rank)]
         argv += ["--master-addr", scale.master_addr, "--master-port", str(scale.master_port)]
     module = "--module" if launcher in ("accelerate", "deepspeed") else "-m"
@@ -208,6 +209,7 @@ def build_launch(
     launcher: Launcher = "auto",
     module: str = WORKER,
     options: Sequence[str] = (),
+    python: str = sys.executable,
 ) -> Launch:
     """`module` with the folder and `options`, started by itself for one process and by `launcher` for several.
 
@@ -225,7 +227,7 @@ def build_launch(
         if scale.launcher_args:
             what = f"the run has one process and no launcher that could take {shlex.join(scale.launcher_args)}"
             raise ConfigError(what, where="--", fix="ask for several processes (NPROC=2), or leave them out")
-        return Launch((sys.executable, "-m", *started), env)
+        return Launch((python, "-m", *started), env)
     if not has_gpu:
         if not strategy:
             # Without it each rank trains alone as the main one, and all exit with 0.
@@ -239,7 +241,9 @@ def build_launch(
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = str(run_folder / "accelerate.yaml")
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu else None
-    argv = launcher_command(launcher, scale, strategy=strategy or {}, config=config, has_gpu=has_gpu, gpus=gpus)
+    argv = launcher_command(
+        launcher, scale, strategy=strategy or {}, config=config, has_gpu=has_gpu, gpus=gpus, python=python
+    )
     files = {config: accelerate_config(scale, strategy or {})} if launcher == "accelerate" else {}
     return Launch((*argv, *started), env, files)
 

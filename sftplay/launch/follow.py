@@ -207,8 +207,8 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
 
     A run that stands still for `train.stall_timeout` of its resolved config is ended. Only node 0 decides how the run
     ended. Other nodes return the launcher's exit code, or that of a stop signal. `check_nodes` is called every half
-    second and may raise NodeLost. Raises FolderGone if somebody has removed or moved the run's folder. Nothing is
-    written where it was.
+    second and may raise NodeLost or Death. Raises FolderGone if somebody has removed or moved the run's folder. Nothing
+    is written where it was.
     """
     console = new_console()
     console.status("[train] the worker imports its libraries")
@@ -226,7 +226,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
         try:
             checks = [watchdog.check, check_folder, *([check_nodes] if check_nodes else [])]
             unmarked = _show_lines(process, console, log=log, checks=checks)
-        except (Stall, NodeLost) as error:
+        except (Stall, NodeLost, Death) as error:
             # Killed before anything is recorded: a rank still alive might record another error.
             alive = _kill_launch(watchdog, process)
             recorded = folder.read_json("status.json").get("exit_code")

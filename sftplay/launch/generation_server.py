@@ -1,48 +1,38 @@
-"""The generation server of a run (grpo.generation: vllm_server): its command, and the process that holds it.
+"""The generation server of a run (grpo.generation: vllm_server): what holds it, and the trainers that need it.
 
-SLURM or Ray starts this module on the server's node. When the server answers, its address stands in a file, and the
-trainers learn it from their environment. Nothing is decided here about when the server ends.
+`make train`, SLURM or Ray start `MODULE` on the server's node. When the server answers, its address stands in a file,
+and the trainers learn it from their environment.
 """
 
 from __future__ import annotations
 
 import http.client
 import os
-import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from sftplay.atomic import write_text
-from sftplay.errors import MachineError, RunError, SftplayError
-from sftplay.machine.ports import HOST, free_port
-from sftplay.signals import catch_signals, popen_tied
+from sftplay.errors import MachineError, RunError
+from sftplay.machine.ports import HOST
+from sftplay.places import ROOT, find_python
+from sftplay.signals import popen_tied
 
 if TYPE_CHECKING:  # pydantic comes with it, which the process of a job does not need
     from sftplay.config.run import RunConfig
 
-MODULE = "sftplay.launch.generation_server"
-KEY = "grpo.vllm.command"
+MODULE = "sftplay.tasks.grpo.vllm_server"
 
+GLOO = "gloo"  # the kit's own way for weights where there is no GPU (`tasks.grpo.vllm_cpu`)
 URL = "SFTPLAY_SERVER_URL"  # the trainers' variable with the address of the server that was started for them
 DEFAULT_URL = "http://localhost:8000"  # TRL's own default
 
-NEEDED = (
-    "--weight-transfer-config", '{"backend": "nccl"}', "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
-)  # fmt: skip
-"""What a server of TRL's trainers needs (trl 1.16, scripts/vllm_serve.py, `build_command`)."""
-
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # the endpoints for weights belong to vLLM's development mode
-EVERYWHERE = "0.0.0.0"
-POLL_S, ANSWER_S, ENDING_S = 0.3, 5.0, 20.0
+POLL_S = 0.3
 
 HOLDER_ENDING_S = 40.0  # how long the process that holds the server may take to end, before it is killed
 CHECKPOINT_S = 60.0
@@ -54,20 +44,18 @@ def starts_server(cfg: RunConfig) -> bool:
     return cfg.task.turns == 1 and cfg.grpo.generation == "vllm_server" and cfg.grpo.vllm.url is None
 
 
-def server_command(cfg: RunConfig, *, host: str, port: int) -> list[str]:
-    """The command of a server that listens there."""
-    values = {"{model}": cfg.model.name, "{host}": host, "{port}": str(port)}
-    if cfg.grpo.vllm.command:
-        words = shlex.split(cfg.grpo.vllm.command)
-        for name, value in values.items():
-            words = [word.replace(name, value) for word in words]
-        return words
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", cfg.model.name, "--host", host]
-    command += ["--port", str(port), "--tensor-parallel-size", str(cfg.grpo.vllm.tensor_parallel)]
-    command += ["--max-model-len", str(cfg.prompt_tokens + cfg.grpo.max_completion_length)]
-    command += ["--revision", cfg.model.revision] if cfg.model.revision else []
-    command += ["--trust-remote-code"] if cfg.model.trust_remote_code else []
-    return [*command, *NEEDED]
+def find_worker_python(cfg: RunConfig) -> str:
+    """The Python of the run's workers: where vLLM samples, one that has it, by whose client TRL's trainer asks it."""
+    has_vllm = cfg.task.turns == 1 and cfg.grpo.generation.startswith("vllm")
+    return str((find_python() if has_vllm else None) or sys.executable)
+
+
+def vllm_environment() -> dict[str, str]:
+    """Variables of workers whose answers vLLM samples. In one process with the trainer it must neither start others nor
+    bind the trainer's threads to cores."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    return quiet | {"PYTHONPATH": paths, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def client_environment(url: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -81,13 +69,13 @@ class ServerProcess:
     """The process that holds the server on its node, where `runner` starts `main` with `options`."""
 
     def __init__(
-        self, config: Path, address: Path, *, log: Path, runner: Sequence[str] = (), options: Sequence[str] = (),
+        self, config: Path, address: Path, *, log_file: Path, runner: Sequence[str] = (), options: Sequence[str] = (),
         env: Mapping[str, str] | None = None, cwd: Path | None = None,
     ) -> None:  # fmt: skip
         self._address = address
         address.unlink(missing_ok=True)  # of a previous attempt
         command = [*runner, sys.executable, "-m", MODULE, str(config), str(address), *options]
-        with log.open("ab", buffering=0) as output:
+        with log_file.open("ab", buffering=0) as output:
             self._process = popen_tied(command, output=output, env=env, cwd=cwd)
 
     def look(self) -> tuple[int | None, str]:
@@ -156,56 +144,6 @@ def _lost_error(code: int, when: str, *, kind: type[MachineError | RunError]) ->
     return kind(what, where="grpo.generation", fix="look at logs/generation_server.log")
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Hold the server until it ends or a stop signal comes: its exit code, 3 when it was never ready."""
-    parser = ArgumentParser(prog="generation_server")
-    parser.add_argument("config", type=Path)
-    parser.add_argument("address", type=Path)
-    parser.add_argument("--node", default=socket.gethostname(), help="how the trainers call this node")
-    args = parser.parse_args(arguments)
-    from sftplay.config.load import load_config
-
-    stopped: list[int] = []
-    catch_signals(lambda number, _frame: stopped.append(number))
-    try:
-        _hold(load_config(args.config), args.address, node=args.node, stopped=stopped)
-    except SftplayError as error:
-        print(error, flush=True)
-        return error.exit_code
-    return 128 + stopped[0]
-
-
-def _hold(cfg: RunConfig, address: Path, *, node: str, stopped: Sequence[int]) -> None:
-    """Start the server and end it when a signal has `stopped` this process. An error if it ends before that."""
-    port, timeout_s = free_port(0), cfg.grpo.vllm.timeout
-    command = server_command(cfg, host=HOST if node == HOST else EVERYWHERE, port=port)
-    print(f"[server] {shlex.join(command)}", flush=True)
-    try:
-        process = popen_tied(command, output=1, env=ENVIRONMENT)
-    except OSError as error:
-        raise MachineError(str(error), where=KEY, fix="correct the command; it runs on the server's node") from None
-    deadline, is_ready = time.monotonic() + timeout_s, False
-    try:
-        while process.poll() is None and not stopped:
-            if not is_ready and (is_ready := answers(port, within_s=ANSWER_S)):
-                write_text(address, f"http://{node}:{port}")
-                print(f"[server] ready at http://{node}:{port}", flush=True)
-            if not is_ready and time.monotonic() > deadline:
-                what = f"the generation server has not answered for {timeout_s} s"
-                raise MachineError(what, where="grpo.vllm.timeout", fix="look at its lines above, or wait longer")
-            time.sleep(POLL_S)
-    finally:
-        with suppress(subprocess.TimeoutExpired):
-            process.terminate()
-            process.wait(ENDING_S)
-        with suppress(ProcessLookupError):  # what it has started in its session
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if not stopped:
-        what = f"the generation server has ended with {process.returncode}"
-        raise RunError(what, where=KEY, fix="look at its lines above")
-
-
 def answers(port: int, *, within_s: float) -> bool:
     """Return whether a server on this machine says that it is ready."""
     connection = http.client.HTTPConnection(HOST, port, timeout=within_s)
@@ -216,7 +154,3 @@ def answers(port: int, *, within_s: float) -> bool:
         return False
     finally:
         connection.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

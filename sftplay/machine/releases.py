@@ -67,7 +67,7 @@ def page_argument() -> str:
 
 TAKEN_BY_TRL = ("0.22.0", "0.31.0")  # oldest and newest vLLM that trl 1.16 takes
 
-VLLM_INSTALL = "pip install vllm==0.31.0"  # the newest that trl 1.16 takes, and made for torch 2.13
+VLLM_INSTALL = "make install-vllm"  # the newest that trl 1.16 takes, and made for torch 2.13
 
 
 def vllm_problem() -> str:

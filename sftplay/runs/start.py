@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import textwrap
 import time
 from argparse import Namespace
@@ -88,8 +89,13 @@ def run_workers(
         folder.update_status(
             state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None, started=started
         )
+        followed = follow
+        if cfg.task.turns == 1 and cfg.grpo.generation == "vllm_server":
+            from sftplay.runs.generation_server import choose_follow
+
+            followed = choose_follow(cfg, args)
         log.say("starting the worker")
-        exit_code = follow(command, folder, check_nodes=check_nodes)
+        exit_code = followed(command, folder, check_nodes=check_nodes)
         error = folder.read_json("status.json").get("error") or {}
         # Several nodes would have to agree on smaller micro-batches.
         if args.nnodes == 1 and error.get("code") == "memory" and error.get("batch_size"):
@@ -164,10 +170,16 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
         log.say(f"note: cluster.launcher {launcher} has no effect: a single process is started directly")
     if cfg.accelerate_shards and scale.world_size > 1:
         strategy = build_strategy_environment(cfg, folder, scale=scale, has_gpu=has_gpu)
+    python, by_vllm = sys.executable, dict[str, str]()
+    if cfg.task.turns == 1 and cfg.grpo.generation.startswith("vllm"):
+        from sftplay.launch.generation_server import find_worker_python, vllm_environment
+
+        python, by_vllm = find_worker_python(cfg), vllm_environment()
     launch = build_launch(
-        folder.path, scale, has_gpu=has_gpu, is_offline=needs_no_hub(cfg), strategy=strategy, launcher=launcher
-    )
-    env = {**launch.env, **gpu_settings(cfg, machine, processes=scale.world_size)}
+        folder.path, scale, has_gpu=has_gpu, is_offline=needs_no_hub(cfg), strategy=strategy, launcher=launcher,
+        python=python,
+    )  # fmt: skip
+    env = {**launch.env, **by_vllm, **gpu_settings(cfg, machine, processes=scale.world_size)}
     if scale.world_size > 1:
         from sftplay.launch.nccl import list_interfaces, nccl_environment
 

@@ -8,7 +8,6 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from sftplay import log
@@ -35,6 +34,7 @@ from sftplay.launch.slurm.job import (
 )
 from sftplay.launch.slurm.request import JobRequest, in_our_names, job_file
 from sftplay.machine.releases import VLLM_INSTALL
+from sftplay.places import find_python
 from sftplay.plan.sizing import split_batch
 from sftplay.runs.inputs import check_inputs, needs_no_hub
 from sftplay.runs.start import refuse_restarts
@@ -57,9 +57,9 @@ def prepare(args: Namespace, request: JobRequest) -> Submission:
     request.check()
     cfg = check_config(args, request)
     if starts_server(cfg):
-        if find_spec("vllm") is None:  # by which the trainers ask any server
+        if find_python() is None:
             fix = f"{VLLM_INSTALL}, or write grpo.generation: transformers"
-            raise MachineError("the package vllm is not installed", where="grpo.generation", fix=fix)
+            raise MachineError("vLLM is not installed", where="grpo.generation", fix=fix)
         request = replace(request, server_gpus=cfg.grpo.vllm.tensor_parallel)
     elif request.server_sbatch:
         fix = "leave it out; or write grpo.generation: vllm_server, without grpo.vllm.url"

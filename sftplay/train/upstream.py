@@ -105,6 +105,35 @@ def replace_sent_weights(generation: Any, read: Callable[[], Iterable[tuple[str,
     generation._iter_named_params = read
 
 
+def read_sent_weights(generation: Any) -> Iterable[tuple[str, Any]]:
+    """Return the weights that a `VLLMGeneration` sends, by name (trl 1.16, generation/vllm_generation.py)."""
+    sent: Iterable[tuple[str, Any]] = generation._iter_named_params()
+    return sent
+
+
+def replace_sync(generation: Any, sync: Callable[[], None]) -> None:
+    """Let a `VLLMGeneration` bring vLLM the newest weights by `sync` (trl 1.16, generation/vllm_generation.py)."""
+    generation.sync_weights = sync
+
+
+@contextmanager
+def vllm_replaced(**names: Any) -> Iterator[None]:
+    """Inside, a new `VLLMGeneration` takes these for `VLLMClient`, `LLM` (trl 1.16, generation/vllm_generation.py)."""
+    if not names:
+        yield
+        return
+    from trl.generation import vllm_generation
+
+    before = {name: getattr(vllm_generation, name) for name in names}
+    for name, value in names.items():
+        setattr(vllm_generation, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(vllm_generation, name, value)
+
+
 @contextmanager
 def last_logits_processor(model: Any, make: Callable[[], Callable[..., Any]]) -> Iterator[None]:
     """Inside, `model.generate` ends its logits processors with one of `make`; TRL passes none to it.

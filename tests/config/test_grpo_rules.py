@@ -53,6 +53,18 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
         ("grpo: {tools: [calculatr]}", "grpo.tools", "did you mean 'calculator'?"),
         ("grpo: {tools: ['a.py:f', 'a.py:f']}", "grpo.tools", "name each tool once"),
         ("grpo: {environment: twenty}", "grpo.environment", "there are twenty_questions"),
+        *(
+            (
+                f"grpo: {{generation: vllm_server, vllm: {{sync: adapter}}}}\n{other}",
+                "grpo.vllm.sync",
+                "write grpo.vllm.sync: full",
+            )
+            for other in (
+                "tuning: {mode: full}",
+                "tuning: {lora: {dora: true}}",
+                "tuning: {lora: {modules_to_save: [norm]}}",
+            )
+        ),
         ("grpo: {loss_type: cispo}", "grpo.loss_type", "write grpo.epsilon_high: 5"),  # TRL would cut off at 0.2
         ("grpo: {overlong_buffer: 512}", "grpo.overlong_buffer", "write a quarter of it"),
         (

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,8 +23,11 @@ from trl.scripts.vllm_serve import ScriptArguments, build_command
 
 from sftplay.cli import main
 from sftplay.config.run import RunConfig
-from sftplay.launch.generation_server import client_environment, server_command, starts_server
-from sftplay.runs import submit
+from sftplay.errors import MachineError
+from sftplay.launch.generation_server import client_environment, find_worker_python, starts_server
+from sftplay.runs import generation_server, submit
+from sftplay.tasks.grpo.vllm_server import server_command
+from sftplay.tasks.grpo.vllm_weights import vllm_chosen
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 COMMAND = shlex.join([sys.executable, str(STAND_IN), "--port", "{port}"])
@@ -47,19 +51,60 @@ def config(**vllm: Any) -> RunConfig:
     return RunConfig.model_validate({"task_mode": "grpo", "model": model, "grpo": grpo})
 
 
+def options(words: list[str]) -> dict[str, str]:
+    """The options behind the module of a command that has a value for each but `switches`."""
+    rest = [word for word in words if word not in ("--enforce-eager", "--enable-lora")]
+    return dict(zip(rest[::2], rest[1::2], strict=True))
+
+
 def test_default_command_has_what_trl_asks_of_a_server():
     arguments = ScriptArguments(model="org/m", host="0.0.0.0", port=7, tensor_parallel_size=2, max_model_len=64)
-    command = server_command(config(tensor_parallel=2), host="0.0.0.0", port=7)
-    theirs = build_command(arguments)
-    assert command[:5] == theirs[:5]
-
-    def options(words: list[str]) -> dict[str, str]:
-        return dict(zip(words[5::2], words[6::2], strict=True))
-
-    ours = options(command)
-    assert ours == {key: value for key, value in options(theirs).items() if key in ours}
+    ours = options(server_command(config(tensor_parallel=2), host="0.0.0.0", port=7, has_gpu=True)[4:])
+    assert ours.pop("--model") == "org/m"
+    theirs = options(build_command(arguments)[5:])
+    assert ours == {key: value for key, value in theirs.items() if key in ours}
     imposed = ["--weight-transfer-config", "--logprobs-mode", "--max-logprobs", "--host", "--port", "--max-model-len"]
     assert {*imposed, "--tensor-parallel-size"} == ours.keys()
+
+
+def test_without_a_gpu_the_server_takes_the_kits_own_engine_and_the_trainers_dtype():
+    with_gpu = options(server_command(config(), host="h", port=7, has_gpu=True)[4:])
+    without = options(server_command(config(), host="h", port=7, has_gpu=False)[4:])
+    assert without == with_gpu | {"--weight-transfer-config": '{"backend": "gloo"}', "--dtype": "float32"}
+
+
+@pytest.mark.parametrize(("rank", "room"), [(4, "8"), (32, "32"), (33, "64")])
+def test_a_server_of_adapters_has_room_for_the_trained_rank_and_no_way_for_weights(rank: int, room: str):
+    cfg = config(sync="adapter").with_values({"tuning.lora.r": rank}, "test")
+    found = options(server_command(cfg, host="h", port=7, has_gpu=False)[4:])
+    assert (found["--max-lora-rank"], found["--max-loras"]) == (room, "1")
+    assert "--weight-transfer-config" not in found
+
+
+def test_workers_run_by_the_python_that_has_vllm_only_where_it_samples(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sftplay.launch.generation_server.find_python", lambda: Path("/has/vllm"))
+    assert find_worker_python(config()) == "/has/vllm"
+    assert find_worker_python(config().with_values({"grpo.generation": "transformers"}, "test")) == sys.executable
+    assert find_worker_python(config().with_values({"task_mode": "sft"}, "test")) == sys.executable
+
+
+def test_a_named_server_that_does_not_answer_is_no_bug_of_the_run():
+    args = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    with pytest.raises(MachineError, match="cannot be reached") as caught, vllm_chosen(config(), None, args):
+        raise ConnectionError("the server cannot be reached")
+    assert caught.value.where == "grpo.vllm.url"
+
+
+def test_a_server_on_this_machine_gets_the_gpus_behind_those_that_train(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generation_server, "find_gpus", lambda: ((object(),) * 4, ""))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert generation_server.server_gpus(config(tensor_parallel=2), 2) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    assert generation_server.server_gpus(config(), 1) == {"CUDA_VISIBLE_DEVICES": "5"}
+    with pytest.raises(MachineError, match="3 of 4 GPUs train, and the server needs 2"):
+        generation_server.server_gpus(config(tensor_parallel=2), 3)
+    monkeypatch.setattr(generation_server, "find_gpus", lambda: ((), "none"))
+    assert generation_server.server_gpus(config(), 1) == {}
 
 
 def test_server_is_started_only_where_the_config_names_none():
@@ -77,10 +122,10 @@ def test_job_file_asks_for_a_node_of_its_own(
     write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     path = str(write_config(**grpo(tensor_parallel=2)))
-    monkeypatch.setattr(submit, "find_spec", lambda _: None)
+    monkeypatch.setattr(submit, "find_python", lambda: None)
     assert main(["submit", "--config", path, "--dry-run"]) == 3
-    assert "the package vllm is not installed" in capsys.readouterr().err
-    monkeypatch.setattr(submit, "find_spec", lambda name: name)
+    assert "vLLM is not installed" in capsys.readouterr().err
+    monkeypatch.setattr(submit, "find_python", lambda: Path("python"))
     words = ["--gres=gpu:volta:4", "--time=30", "--nproc=1", "--server-sbatch=--mem=64G --partition=big"]
     assert main(["submit", "--config", path, "--dry-run", *words]) == 0
     text = capsys.readouterr().out

@@ -1,33 +1,30 @@
-"""Trainer and generation server on two nodes of a real SLURM cluster. A stand-in speaks the protocol of vLLM."""
+"""Trainer and generation server, a real vLLM, on two nodes of a real SLURM cluster."""
 
 from __future__ import annotations
 
-import hashlib
 import re
-import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from grpo_run import grpo_inputs, grpo_options
-from processes import wait_until
+from processes import HANG_S, wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster, why_not
 from small_run import write_small_run
 from test_slurm_cluster import HOOK, Project
-from transformers import AutoModelForCausalLM
-from vllm_stand_in import write_vllm
+
+from sftplay.places import find_vllm_python
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.slurm,
     pytest.mark.skipif(bool(why_not()), reason=f"a SLURM cluster {why_not()}"),
+    pytest.mark.skipif(find_vllm_python() is None, reason="needs .venv-vllm: make install-vllm"),
 ]
 
 STEPS = 4
-STAND_IN = Path(__file__).with_name("stand_in_server.py")
-COMMAND = shlex.join([sys.executable, str(STAND_IN), "--host", "{host}", "--port", "{port}"])
+ROOT = Path(__file__).resolve().parents[2]
 
 WAITS = """
 if "TRAINER_WAITS" in os.environ and "-m sftplay train " in words:
@@ -46,13 +43,13 @@ def cluster() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, cluster: SlurmCluster) -> Project:
+def project(tmp_path_factory: pytest.TempPathFactory, cluster: SlurmCluster) -> Project:
     root = tmp_path_factory.mktemp("served")
     (root / "hook").mkdir()
     (root / "hook" / "sitecustomize.py").write_text(HOOK + WAITS)
-    write_vllm(root / "hook")
-    inputs = grpo_inputs(tiny_llama, root / "prompts")
-    served = {"grpo__generation": "vllm_server", "grpo__vllm__command": COMMAND, "grpo__vllm__timeout": 100}
+    # Heads of the other tests' tiny model are too narrow for vLLM on a CPU.
+    inputs = grpo_inputs(ROOT / "data/base/tiny", root / "prompts")
+    served = {"grpo__generation": "vllm_server", "grpo__vllm__timeout": int(HANG_S), "grpo__logprob_check_steps": 1}
     options = {**grpo_options(inputs, train__max_steps=STEPS, train__save_steps=100, **served), "run_name": None}
     write_small_run(root, inputs, "run.yaml", **options)
     return Project(root, cluster)
@@ -64,16 +61,16 @@ def lines_of_server(project: Project, name: str, job: int) -> str:
 
 
 def server_pids(project: Project, job: int) -> list[int]:
-    """The stand-ins of a job."""
+    """The servers of a job."""
     found = []
     for pid in project.cluster.processes_of(job):
         with suppress(OSError):  # a process that has ended since
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            found += [pid] if words[1:2] == [str(STAND_IN)] else []
+            found += [pid] if "--logprobs-mode" in words else []
     return found
 
 
-def test_run_with_its_server_on_another_node_comes_back_with_it(project: Project, tiny_llama: Path):
+def test_run_with_its_server_on_another_node_comes_back_with_it(project: Project):
     held = project.root / "held"
     job = project.submit("served", "TIME=1:00:00", HOLD_AT=str(held))
     wait_until(lambda: held.exists() or project.look(job) == "FAILED")
@@ -91,13 +88,8 @@ def test_run_with_its_server_on_another_node_comes_back_with_it(project: Project
     said = lines_of_server(project, "served", job)
     assert len(re.findall("ready at", said)) == 2
     assert str(first) not in map(str, server_pids(project, job))
-    # The server has got the weights that each drawing needs, at first those that the run starts from.
-    sent = re.findall(r"^weights \d+ (\w+)$", said, re.M)
-    assert len(set(sent)) == STEPS
-    digest = hashlib.sha256()
-    for _, weight in AutoModelForCausalLM.from_pretrained(tiny_llama, dtype="float32").named_parameters():
-        digest.update(weight.detach().numpy().tobytes())
-    assert sent[0] == digest.hexdigest()
+    # Before each drawing the server has got the weights that learn, over the network between the nodes.
+    assert max(line["sampler_gap"] for line in project.metrics("served")) <= 1e-5
 
 
 @pytest.mark.long
@@ -114,7 +106,7 @@ def test_a_lost_node_of_either_kind_brings_both_back(project: Project, node: str
         wait_until(lambda: project.look(job) != "RUNNING", 120)
     finally:
         project.cluster.start_node(node)
-    wait_until(lambda: waits.exists() or project.look(job) == "FAILED", 240)
+    wait_until(lambda: waits.exists() or project.look(job) == "FAILED")
     assert project.cluster.field(job, "Restarts") == "1", project.said(job)
     assert project.make("cancel", f"RUN=lost-{node}").returncode == 0
     wait_until(lambda: not project.cluster.processes_of(job), 30)

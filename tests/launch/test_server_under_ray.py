@@ -1,11 +1,10 @@
-"""Trainer and generation server under Ray. The server is a stand-in that speaks vLLM's protocol."""
+"""Trainer and generation server, a real vLLM, under Ray."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,32 +17,30 @@ import pytest
 from grpo_run import grpo_inputs, grpo_options
 from processes import HANG_S, wait_until
 from small_run import write_small_run
-from vllm_stand_in import write_vllm
+
+from sftplay.places import find_vllm_python
 
 ROOT = Path(__file__).resolve().parents[2]
-STAND_IN = Path(__file__).with_name("stand_in_server.py")
-COMMAND = shlex.join([sys.executable, str(STAND_IN), "--host", "{host}", "--port", "{port}"])
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.fresh_start,
     pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: make install EXTRAS=ray"),
+    pytest.mark.skipif(find_vllm_python() is None, reason="needs .venv-vllm: make install-vllm"),
 ]
 
 
 @pytest.fixture
-def start(tmp_path: Path, tiny_llama: Path) -> Callable[..., subprocess.Popen[bytes]]:
+def start(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
     """Starts a run of two workers on rewards, beside a server."""
-    write_vllm(tmp_path / "hook")
-    inputs = grpo_inputs(tiny_llama, tmp_path / "prompts")
-    served = {"grpo__generation": "vllm_server", "grpo__vllm__command": COMMAND, "grpo__vllm__timeout": 100}
+    inputs = grpo_inputs(ROOT / "data/base/tiny", tmp_path / "prompts")
+    served = {"grpo__generation": "vllm_server", "grpo__vllm__timeout": int(HANG_S), "grpo__logprob_check_steps": 1}
 
     def begin(**changes: object) -> subprocess.Popen[bytes]:
         options = grpo_options(inputs, **{"train__max_steps": 3, **served, **changes})
         config = write_small_run(tmp_path, inputs, "run.yaml", **options)
-        path = os.pathsep.join([str(tmp_path / "hook"), str(ROOT)])
         argv = [sys.executable, "-m", "sftplay", "train-ray", "--config", str(config)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with (tmp_path / "said.txt").open("wb") as said:
             return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=said, stderr=said)
 
@@ -51,13 +48,13 @@ def start(tmp_path: Path, tiny_llama: Path) -> Callable[..., subprocess.Popen[by
 
 
 def servers(home: Path) -> list[psutil.Process]:
-    """The stand-ins of the run below `home`."""
+    """The servers of the run below `home`."""
     log = home / "outputs/run/logs/generation_server.log"
     ports = set(re.findall(r"--port (\d+)", log.read_text())) if log.exists() else set()
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if str(STAND_IN) in words and ports & set(words):
+        if "--logprobs-mode" in words and ports & set(words):
             found.append(process)
     return found
 
@@ -70,8 +67,7 @@ def test_two_workers_of_ray_learn_from_what_their_server_draws(
     run = tmp_path / "outputs/run"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    said = (run / "logs/generation_server.log").read_text()
-    assert len(set(re.findall(r"^weights \d+ (\w+)$", said, re.M))) == 3
+    assert max(line["sampler_gap"] for line in lines) <= 1e-5
     assert not servers(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -131,11 +132,19 @@ def test_where_memory_is_short_completions_are_drawn_in_equal_parts_and_learned_
     assert sized(config(grpo__generation_rows=3)).as_plan()["generation_rows"] == 3
 
 
+PYTHON = "sftplay.tasks.grpo.plan.find_python"
+
+
 def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
-    with pytest.raises(MachineError) as caught:
-        sized(config(grpo__generation="vllm_colocate"))
-    assert caught.value.fix.startswith("pip install vllm")
-    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
+    bare = Machine((), "none", 64 * GIB, 8, "3.11.0", "Linux", {})
+    monkeypatch.setattr(PYTHON, lambda: None)
+    for kind in ("vllm_colocate", "vllm_server"):
+        with pytest.raises(MachineError, match="vLLM is not installed") as caught:
+            sized(config(grpo__generation=kind))
+        assert caught.value.fix.startswith("make install-vllm, or")
+        with pytest.raises(MachineError, match="vLLM is not installed"):
+            size_run(config(grpo__generation=kind), bare)
+    monkeypatch.setattr(PYTHON, lambda: Path("python"))
     run = sized(config(grpo__generation="vllm_colocate"), processes=2)
     assert run.forecast is not None
     assert run.as_plan()["phases"]["drawing"] > 0.3 * 80 * GIB
@@ -144,8 +153,10 @@ def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
     with pytest.raises(MachineError, match="vLLM needs") as small:
         sized(config(grpo__generation="vllm_colocate", grpo__vllm__memory_share=0.05), gib=16)
     assert "write 0.0" in small.value.fix
-    with pytest.raises(MachineError, match="there is none"):
-        size_run(config(grpo__generation="vllm_colocate"), Machine((), "none", 64 * GIB, 8, "3.11.0", "Linux", {}))
+    with pytest.raises(MachineError, match="in one process, and there are 2"):
+        size_run(config(grpo__generation="vllm_colocate"), bare, world_size=2)
+    for kind in ("vllm_colocate", "vllm_server"):
+        assert size_run(config(grpo__generation=kind), bare).cfg.grpo.generation == kind
 
 
 @pytest.mark.parametrize(
@@ -153,7 +164,7 @@ def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
 )
 def test_a_vllm_that_trl_does_not_take_is_refused_by_name(monkeypatch, release, is_taken):
     """The bounds are those of `is_vllm_available` in trl 1.16, which only warns."""
-    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
+    monkeypatch.setattr(PYTHON, lambda: Path("python"))
     monkeypatch.setattr("sftplay.machine.releases.version", lambda name: release)
     monkeypatch.setattr(trl_imports, "_is_package_available", lambda *_, **__: (True, release))
     with warnings.catch_warnings(record=True) as said:
@@ -166,12 +177,12 @@ def test_a_vllm_that_trl_does_not_take_is_refused_by_name(monkeypatch, release, 
         return
     with pytest.raises(MachineError, match=f"trl takes vllm 0.22.0 to 0.31.0, and {release} is installed") as refused:
         sized(cfg)
-    assert refused.value.fix.startswith("pip install vllm==0.31.0")
+    assert refused.value.fix.startswith("make install-vllm")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "zero3"])
 def test_what_needs_whole_weights_is_refused_before_a_model_in_parts_is_loaded(monkeypatch, strategy):
-    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
+    monkeypatch.setattr(PYTHON, lambda: Path("python"))
     served = config(grpo__generation="vllm_server", cluster__strategy=strategy)
     with pytest.raises(ConfigError, match="cannot be sent an adapter whose base is in parts") as caught:
         sized(served, processes=2)

@@ -23,7 +23,12 @@ from sftplay.atomic import write_text
 from sftplay.config.load import load_resolved
 from sftplay.errors import MachineError, RunError
 from sftplay.launch.command import ADDRESS, read_request
-from sftplay.launch.generation_server import FollowedServer, client_environment, starts_server
+from sftplay.launch.generation_server import (
+    FollowedServer,
+    client_environment,
+    find_worker_python,
+    starts_server,
+)
 from sftplay.launch.processes import ROOT_CAUSE
 from sftplay.launch.ray_train.rank import STOP, Uneven, placed_server, run_rank
 from sftplay.launch.run_folder import PASSED_ON, RunFolder
@@ -123,8 +128,9 @@ def _fit(request: Namespace, folder: RunFolder, *, received: list[int]) -> int:
         raise MachineError("this machine has no GPU, and the cluster has", where=ADDRESS, fix=fix)
     names = os.environ.get(PASSED_ON, "").split()
     env = {name: os.environ[name] for name in names if name in os.environ}
-    task = {"cwd": str(Path.cwd()), "address": "" if os.environ.get(ADDRESS) else LOOPBACK, "env": env}
     cfg = load_resolved(folder.resolved)
+    task = {"cwd": str(Path.cwd()), "address": "" if os.environ.get(ADDRESS) else LOOPBACK, "env": env}
+    task["python"] = find_worker_python(cfg)
     if not starts_server(cfg):
         return _fit_ranks(request, folder, task=task)
     with placed_server(cfg, folder, task=task, gpu=request.gpu, limit_s=request.start_timeout) as look:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -58,7 +57,7 @@ def run_rank(task: dict[str, Any]) -> None:
         PARENT: os.getppid(),  # Ray's own process of this node, as the same for all of its ranks
     }  # fmt: skip
     env = {**task["env"], **{name: str(value) for name, value in numbers.items()}}
-    process = popen_tied([sys.executable, "-m", module, folder], output=1, env=env, cwd=Path(task["cwd"]))
+    process = popen_tied([task["python"], "-m", module, folder], output=1, env=env, cwd=Path(task["cwd"]))
     sent, note = 0, Path(folder, STOP)
     while process.poll() is None:
         time.sleep(POLL_S)
@@ -85,7 +84,7 @@ class Host(ServerProcess):
 
         logs, node = Path(task["logs"]), task["address"] or ray.util.get_node_ip_address()
         super().__init__(
-            Path(task["config"]), logs / ADDRESS_FILE, log=logs / LOG, options=["--node", node], env=task["env"],
+            Path(task["config"]), logs / ADDRESS_FILE, log_file=logs / LOG, options=["--node", node], env=task["env"],
             cwd=Path(task["cwd"]),
         )  # fmt: skip
 

@@ -380,7 +380,7 @@ def _train_with_server(job: JobFolder, trainer: Sequence[str], *, others: Sequen
     """As `_train`, next to a generation server. Whichever ends first, the other one is ended too."""
     try:
         srun = ["srun", "--mpi=none", "--export=ALL", f"--het-group={GROUP}", "--nodes=1", "--ntasks=1"]
-        process = ServerProcess(job.run / CONFIG, job.server, log=job.server_log, runner=srun)
+        process = ServerProcess(job.run / CONFIG, job.server, log_file=job.server_log, runner=srun)
     except FileNotFoundError as error:
         say(f"{error}: the generation server cannot be started")
         return MachineError.exit_code

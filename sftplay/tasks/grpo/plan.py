@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from sftplay.config.run import RunConfig
@@ -13,6 +12,7 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.doctor import is_within
 from sftplay.machine.probe import Machine
 from sftplay.machine.releases import VLLM_INSTALL, vllm_problem
+from sftplay.places import find_python
 from sftplay.plan.activations import FP32, head_in_forward, inner_bytes, stream_bytes
 from sftplay.plan.decisions import Decision, Decisions
 from sftplay.plan.forecast import Forecast, Hardware, Setting, forecast, planned_tokens, with_loading
@@ -450,12 +450,11 @@ class GrpoPlan(TaskSizing, TaskReport):
             why = f"{old[0].name} has compute capability {capability}, and below 8.0 only transformers is offered: "
             why += "vLLM's wheels leave out the oldest of these cards" if uses_vllm else "nobody has tried it"
             raise MachineError(why, where=where, fix=fix)
-        if kind == "vllm_colocate" and not machine.gpus:
-            raise MachineError("vLLM shares the training GPUs, and there is none", where=where, fix=fix)
-        if uses_vllm:
-            problem = "the package vllm is not installed" if find_spec("vllm") is None else vllm_problem()
-            if problem:
-                raise MachineError(problem, where=where, fix=f"{VLLM_INSTALL}, or {fix}")
+        if uses_vllm and (problem := vllm_problem() if find_python() else "vLLM is not installed"):
+            raise MachineError(problem, where=where, fix=f"{VLLM_INSTALL}, or {fix}")
+        if kind == "vllm_colocate" and not machine.gpus and world_size > 1:
+            why = f"without a GPU vLLM samples in one process, and there are {world_size}"
+            raise MachineError(why, where=where, fix="use one process, or write grpo.generation: vllm_server")
         if kind == "vllm_colocate" and world_size % split:
             raise ConfigError(
                 f"{split} does not divide {world_size} process(es)",

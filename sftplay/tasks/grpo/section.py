@@ -35,9 +35,14 @@ class VllmConfig(Section):
     """vllm_colocate: number of processes over which vLLM splits the model. It must divide the number of processes. Of a
     server that the kit starts: the GPUs of its node. TRL's default is 1."""
 
+    sync: Literal["full", "adapter"] = "full"
+    """vllm_server: what the server gets before it samples. full: all weights, merged with the adapter. adapter: the
+    files of a LoRA, which it reads from the run's folder and puts on the base that it has loaded: less to send, slower
+    to sample. TRL knows only full."""
+
     url: str | None = None
-    """vllm_server: address of a server that runs. None means the one that `make submit` and `make train-ray` start
-    next to the trainer; where neither starts one, port 8000 of this machine, as in TRL."""
+    """vllm_server: address of a server that runs. None means that the kit starts one: `make train` on this machine,
+    `make submit` and `make train-ray` on a node of its own. TRL's default is port 8000 of this machine."""
 
     command: str | None = None
     """vllm_server: what starts the server, where the kit does. {model}, {host} and {port} become the model's name, and

@@ -57,6 +57,7 @@ class GrpoSpec(TaskSpec):
         for key, reason in why.items() if grpo.skip_zero_variance else ():
             what = f"it does not go together with {key}, {reason}"
             yield Problem(("grpo.skip_zero_variance", key), what, fix=f"leave {key} or grpo.skip_zero_variance out")
+        yield from _check_adapter_sync(cfg)
         if cfg.grpo.generation.startswith("vllm") and cfg.tuning.mode == "qlora":
             what = f"{cfg.grpo.generation} cannot be sent an adapter whose base is held in 4 bits"
             fix = "write tuning.mode: lora, or grpo.generation: transformers"
@@ -67,7 +68,7 @@ class GrpoSpec(TaskSpec):
     def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         grpo, kind = cfg.grpo, "grpo.generation"
         idle = {"memory_share", "sleep"} if grpo.generation != "vllm_colocate" else set()
-        idle |= {"url", "timeout", "command"} if grpo.generation != "vllm_server" else set()
+        idle |= {"url", "timeout", "command", "sync"} if grpo.generation != "vllm_server" else set()
         idle |= {"tensor_parallel"} if not grpo.generation.startswith("vllm") else set()
         for name in sorted(idle):
             yield f"grpo.vllm.{name}", kind, f"{kind} is {grpo.generation}"
@@ -140,6 +141,22 @@ def _check_turns(cfg: RunConfig) -> Iterator[Problem]:
                 yield Problem((key,), f"there is no {name!r}", fix=fix, nearest=tuple(near))
     if len(set(grpo.tools)) < len(grpo.tools):
         yield Problem(("grpo.tools",), "a tool is named twice", fix="name each tool once")
+
+
+def _check_adapter_sync(cfg: RunConfig) -> Iterator[Problem]:
+    """Yield what keeps the server from a base of its own with the adapter's files on it."""
+    if cfg.grpo.generation != "vllm_server" or cfg.grpo.vllm.sync != "adapter":
+        return
+    lora, key = cfg.tuning.lora, "grpo.vllm.sync"
+    table = (
+        ("tuning.mode", cfg.tuning.mode == "full", "there is no adapter in tuning.mode full"),
+        ("tuning.lora.dora", lora.dora, "vLLM has no DoRA"),
+        ("tuning.lora.modules_to_save", bool(lora.modules_to_save), "vLLM puts no whole modules on its base"),
+        ("model.merge_adapter", cfg.model.merge_adapter, "the server would not have the merged base"),
+    )
+    for other, is_broken, what in table:
+        if is_broken:
+            yield Problem((key, other), f"adapter: {what}", fix=f"write {key}: full")
 
 
 def _check_loss(cfg: RunConfig) -> Iterator[Problem]:

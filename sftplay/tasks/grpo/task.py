@@ -23,7 +23,7 @@ from sftplay.machine.releases import page_argument
 from sftplay.tasks.grpo.sampling import PromptRows, SamplingMixin, find_run_order
 from sftplay.tasks.grpo.scoring import KeepDraws, RewardScorer
 from sftplay.tasks.grpo.variants import variant_arguments
-from sftplay.tasks.grpo.vllm_weights import send_copies
+from sftplay.tasks.grpo.vllm_weights import send_to_vllm, vllm_chosen
 from sftplay.tasks.grpo.watch import EvaluatePrompts, SignalHealth, WatchBaseWeights
 from sftplay.train.checkpointing import describe_renderer
 from sftplay.train.task import Rows, TrainerParts
@@ -36,6 +36,7 @@ SAME_NAMES = (
 )  # fmt: skip
 """Keys that TRL calls as the kit does."""
 
+SENT = "sent_to_vllm"  # in the run's folder: the adapter, where a server reads it from files
 PAGE_TOKENS = 32  # tokens per page of the cache
 
 
@@ -92,6 +93,14 @@ def _generation_arguments(cfg: RunConfig) -> dict[str, Any]:
 class PromptTrainer(SamplingMixin, GRPOTrainer):
     """TRL's trainer with the kit's prompts and rewards."""
 
+    def train(self, *given: Any, **named: Any) -> Any:
+        """Train, and end a vLLM in this process, which would otherwise fail behind the end of the process group."""
+        try:
+            return super().train(*given, **named)
+        finally:
+            if self.use_vllm and self.cfg.grpo.generation == "vllm_colocate":
+                self.vllm_generation.llm.llm_engine.engine_core.shutdown()
+
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
     """Load the prompts in `cfg.data`, and set the tokenizer's chat template. Raise DataError where none is left."""
@@ -133,24 +142,26 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
     rollouts = Rollouts.open(cfg, parts.rows.source, end_ids=ends)
     config = GRPOConfig(**arguments, reward_weights=list(scorer.training_weights.values()))
     frozen = [WatchBaseWeights(parts.folder)] if cfg.tuning.mode != "full" else []
-    trainer = PromptTrainer(
-        parts.step,
-        cfg=cfg,
-        run_folder=parts.folder.path,
-        scorer=scorer,
-        rollouts=rollouts,
-        questions=parts.rows.source.train,
-        model=parts.model,
-        processing_class=parts.tokenizer,
-        args=on_one_gpu(config),
-        # TRL takes only a `datasets.Dataset`, which does not keep columns of any type.
-        train_dataset=Dataset.from_dict({"prompt": [""]}),
-        # The watch is first, so that a step with a changed base leaves no complete checkpoint.
-        callbacks=[*frozen, *parts.callbacks, SignalHealth(cfg), KeepDraws()],
-    )
+    config = on_one_gpu(config)
+    with vllm_chosen(cfg, parts.model, config):
+        trainer = PromptTrainer(
+            parts.step,
+            cfg=cfg,
+            run_folder=parts.folder.path,
+            scorer=scorer,
+            rollouts=rollouts,
+            questions=parts.rows.source.train,
+            model=parts.model,
+            processing_class=parts.tokenizer,
+            args=config,
+            # TRL takes only a `datasets.Dataset`, which does not keep columns of any type.
+            train_dataset=Dataset.from_dict({"prompt": [""]}),
+            # The watch is first, so that a step with a changed base leaves no complete checkpoint.
+            callbacks=[*frozen, *parts.callbacks, SignalHealth(cfg), KeepDraws()],
+        )
     trainer.train_dataset = parts.train
-    if trainer.use_vllm and frozen:
-        send_copies(trainer.vllm_generation)
+    if trainer.use_vllm:
+        send_to_vllm(trainer, cfg, parts.folder.path / SENT)
     if parts.rows.held_out is not None:
         assert parts.rows.order is not None
         evaluation = EvaluatePrompts(

@@ -1,15 +1,95 @@
-"""Weights that vLLM gets from the trained model."""
+"""Weights that vLLM gets from the trained model: all of them, by TRL's way or over gloo; or the adapter, by files."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from sftplay.errors import ConfigError
-from sftplay.train.upstream import is_engine_fsdp, replace_sent_weights
+from sftplay.config.run import RunConfig
+from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.export.adapter_names import mountable_by_vllm
+from sftplay.export.vllm_command import cpu_dtype, find_cache_bytes, find_lora_rank
+from sftplay.train.upstream import (
+    is_engine_fsdp,
+    read_sent_weights,
+    replace_sent_weights,
+    replace_sync,
+    vllm_replaced,
+)
+
+TRAINED = "trained"
+"""What the server calls the adapter."""
+
+
+@contextmanager
+def vllm_chosen(cfg: RunConfig, model: Any, args: Any) -> Iterator[None]:
+    """Inside, TRL's trainer of `model` finds the vLLM that goes with `args`; on a GPU that is TRL's own choice. Raise
+    MachineError where no server answers.
+    """
+    kind, is_cpu, names = cfg.grpo.generation, args.device.type == "cpu", dict[str, Any]()
+    if kind == "vllm_server" and cfg.grpo.vllm.sync == "adapter":
+        from trl.generation.vllm_client import VLLMClient
+
+        # Files take the place of a group for weights.
+        names["VLLMClient"] = type("AdapterClient", (VLLMClient,), {"init_communicator": lambda self, device: None})
+    elif kind == "vllm_server" and is_cpu:
+        from sftplay.tasks.grpo.vllm_cpu import GlooClient
+
+        names["VLLMClient"] = GlooClient
+    elif kind == "vllm_colocate" and is_cpu:
+        from trl.generation.vllm_generation import LLM
+
+        args.vllm_enable_sleep_mode = False
+        cache = {"kv_cache_memory_bytes": find_cache_bytes(Path(model.name_or_path), args.vllm_max_model_length)}
+        names["LLM"] = partial(LLM, dtype=cpu_dtype(cfg), enforce_eager=True, **cache)
+    try:
+        with vllm_replaced(**names):
+            yield
+    except ConnectionError as error:
+        fix = "start it (docs/grpo.md), or leave grpo.vllm.url out, and the run starts one"
+        raise MachineError(str(error), where="grpo.vllm.url", fix=fix) from error
+
+
+def send_to_vllm(trainer: Any, cfg: RunConfig, folder: Path) -> None:
+    """Make TRL's trainer send what vLLM needs; `folder` is one that the server can read."""
+    generation, kind = trainer.vllm_generation, cfg.grpo.generation
+    if kind == "vllm_server" and cfg.grpo.vllm.sync == "adapter":
+        replace_sync(generation, partial(send_adapter, trainer, folder=folder))
+        return
+    if cfg.tuning.mode != "full":
+        send_copies(generation)
+    if kind == "vllm_colocate" and trainer.accelerator.device.type == "cpu":
+        from sftplay.tasks.grpo.vllm_cpu import load_into
+
+        replace_sync(generation, lambda: load_into(generation.llm, read_sent_weights(generation)))
+
+
+def send_adapter(trainer: Any, *, folder: Path) -> None:
+    """Write the adapter to `folder`, let the server load it instead of the one before, and forget what that one
+    has computed.
+    """
+    if not trainer.accelerator.is_main_process:
+        return
+    model, client = trainer.accelerator.unwrap_model(trainer.model), trainer.vllm_generation.vllm_client
+    model.save_pretrained(folder / "adapter")
+    find_lora_rank(folder / "adapter")
+    config = model.get_base_model().config.to_dict()
+    adapter = mountable_by_vllm(folder / "adapter", config, target=folder / "adapter-vllm").absolute()
+    body = {"lora_name": TRAINED, "lora_path": str(adapter), "load_inplace": client.model == TRAINED}
+    answer = client.session.post(f"{client.base_url}/v1/load_lora_adapter", json=body)
+    if answer.status_code != 200:
+        what = f"the generation server does not load the adapter ({answer.status_code}: {answer.text[:300]})"
+        fix = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, where it sees the run's folder"
+        raise RunError(what, where="grpo.vllm.sync", fix=f"{fix}; or write grpo.vllm.sync: full")
+    client.model = TRAINED
+    # A key in vLLM's prefix cache says which adapter computed it by its name, and the name stays.
+    client.reset_prefix_cache()
 
 
 def send_copies(generation: Any) -> None:
