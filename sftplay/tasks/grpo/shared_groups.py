@@ -13,11 +13,9 @@ from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, ran_out_of_memory
 from sftplay.tasks.grpo.length_order import Sharing, has_relative_positions
 from sftplay.tasks.grpo.plan import BLOCK_COST
-from sftplay.train.loss_heads import PROOF_TOLERANCE
 from sftplay.train.micro_batches import can_compute, watched_embeddings
 from sftplay.train.preflight import has_sharded_weights
 from sftplay.train.shared_prompt import (
-    EXACT_TOLERANCE,
     PromptLayout,
     attends_to_all,
     layout_inputs,
@@ -132,9 +130,16 @@ PROOF_ROWS = ((5, (4, 6, 1)), (3, (2, 5)))
 """Tokens of prompts, and of their completions."""
 
 
+EXACT, ROUNDED = (1e-5, 1e-5, 1e-4), (0.05, 0.1, 0.5)
+"""Relative differences of log-probabilities, entropies and gradients in the proof: in fp32, and where anything has 16
+bits. 16 layers of 128 differ in bf16 by 0.014, 0.03 and 0.17 without any fault; there only the places that a completion
+depends on are exact."""
+
+
 def proves_equal(trainer: Any, base: Any) -> bool:
     """Return whether a few completions have the same log-probabilities and entropies, and their sum the same gradient
-    of each token's embedding, with shared prompts as without."""
+    of each token's embedding, with shared prompts as without; and whether each depends on its prompt and itself alone.
+    """
     device, vocab = base.get_input_embeddings().weight.device, base.config.get_text_config().vocab_size
     width = max(length for _, lengths in PROOF_ROWS for length in lengths)
     longest, start, rows = max(length for length, _ in PROOF_ROWS), 2, list[list[int]]()
@@ -153,7 +158,10 @@ def proves_equal(trainer: Any, base: Any) -> bool:
             logps, entropies, _ = trainer._get_per_token_logps_and_entropies(
                 trainer.model, ids, mask, width, compute_entropy=True
             )
-            (gradient,) = torch.autograd.grad(((logps + entropies) * weights).sum(), seen[0])
+            weighed = (logps + entropies) * weights
+            if sharing and not depend_on_own_prompts(weighed.sum(1), seen[0]):
+                raise ValueError
+            (gradient,) = torch.autograd.grad(weighed.sum(), seen[0])
         tokens = join_rows(ids, mask, width).ids if sharing else (ids * mask).flatten()
         total = gradient.new_zeros(start, gradient.shape[-1]).index_add(0, tokens % start, gradient.flatten(0, 1))
         total[0] = 0  # padding
@@ -166,5 +174,22 @@ def proves_equal(trainer: Any, base: Any) -> bool:
             raise
         return False
     is_half = base.dtype.itemsize < 4 or trainer.accelerator.mixed_precision != "no"
-    tolerance = PROOF_TOLERANCE if is_half else EXACT_TOLERANCE
-    return all(bool((one - other).norm() <= tolerance * one.norm()) and bool(one.any()) for one, other in pairs)
+    return all(
+        bool((one - other).norm() <= tolerance * one.norm()) and bool(one.any())
+        for (one, other), tolerance in zip(pairs, ROUNDED if is_half else EXACT, strict=True)
+    )
+
+
+def depend_on_own_prompts(sums: Tensor, embeddings: Tensor) -> bool:
+    """Return whether each completion of the proof, of which `sums` has a number, depends on all of its prompt and on
+    nothing outside it and itself; `embeddings`, [1, tokens, hidden], are those of the row that holds them all."""
+    at, row = 0, 0
+    for length, lengths in PROOF_ROWS:
+        prompt = range(at, at := at + length - 1)  # its last token stands at the head of each completion
+        for count in lengths:
+            (gradient,) = torch.autograd.grad(sums[row], embeddings, retain_graph=True)
+            touched = set(gradient[0].any(-1).nonzero().flatten().tolist())
+            if touched != {*prompt, *range(at, at := at + count)}:
+                return False
+            row += 1
+    return True

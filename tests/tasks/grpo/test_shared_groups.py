@@ -231,3 +231,16 @@ def test_completions_of_a_prompt_come_into_one_micro_batch_where_that_is_cheaper
     assert sorted(float(row) for batch in ordered for row in batch["advantages"]) == rows.tolist()
     plain = order_by_length(batches, accum=4, trims_prompts=True)
     assert any(len(set(batch["prompt_ids"][:, 0].tolist())) > 1 for batch in plain)
+
+
+@pytest.mark.parametrize("bits", ["weights", "autocast"])
+def test_a_proof_in_16_bits_allows_for_rounding_and_not_for_another_place(tmp_path, monkeypatch, bits):
+    model = small_llama(num_hidden_layers=8, hidden_size=64, intermediate_size=128)
+    trainer = make_trainer(tmp_path, model)
+    if bits == "weights":
+        model.to(torch.bfloat16)
+    else:
+        monkeypatch.setattr(trainer.accelerator.state, "_mixed_precision", "bf16")
+    assert decide(trainer, "auto") == "cheaper"
+    monkeypatch.setattr(shared_prompt.PromptLayout, "mask", property(see_all))
+    assert decide(trainer, "auto") == ""
