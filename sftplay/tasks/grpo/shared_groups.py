@@ -181,8 +181,10 @@ def proves_equal(trainer: Any, base: Any) -> bool:
 
 
 def depend_on_own_prompts(sums: Tensor, embeddings: Tensor) -> bool:
-    """Return whether each completion of the proof, of which `sums` has a number, depends on all of its prompt and on
-    nothing outside it and itself; `embeddings`, [1, tokens, hidden], are those of the row that holds them all."""
+    """Return whether each completion of the proof depends on all of its prompt, and on nothing outside it and itself.
+
+    `sums` has a number for each completion; `embeddings`, [1, tokens, hidden], are those of the row that holds all.
+    """
     at, row = 0, 0
     for length, lengths in PROOF_ROWS:
         prompt = range(at, at := at + length - 1)  # its last token stands at the head of each completion
