@@ -508,14 +508,14 @@ def of_trl(key: str, name: str, expected: dict[Any, Any], others: dict[str, Any]
     return check
 
 
-def decides(key: str, value: Any, *, weights: bool) -> Check:
-    """Whether a resume with another value is another run."""
+def decides(key: str, value: Any, *, weights: bool, named: str = "") -> Check:
+    """Whether a resume with another value is another run, which names `named` or the key itself."""
 
     def check(bench: Bench) -> None:
         before = bench.plain.cfg.with_values({"task_mode": "grpo"}, "test")
         after = before.with_values({key: value}, "test")
         changed = differences(values_that_decide_weights(before), values_that_decide_weights(after))
-        assert [name for name, *_ in changed] == ([key] if weights else [])
+        assert [name for name, *_ in changed] == ([named or key] if weights else [])
 
     return check
 
@@ -588,7 +588,9 @@ OF_GRPO: dict[str, Check] = {
     "environment": decides("grpo.environment", "game.py:make", weights=True),
     "environment_options": decides("grpo.environment_options.size", 5, weights=True),
     "tools": decides("grpo.tools", ["calculator"], weights=True),
-    "tool_options": decides("grpo.tool_options.search.folder", "pages", weights=True),
+    "tool_options": decides(
+        "grpo.tool_options.search", {"folder": "pages"}, weights=True, named="grpo.tool_options.search.folder"
+    ),
     "max_turns": decides("grpo.max_turns", 3, weights=True),
     "step_deadline": decides("grpo.step_deadline", 3.0, weights=False),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from datasets import Dataset
@@ -20,6 +20,7 @@ class Lengths:
     """Stands for an opened RewardSet: an answer is worth its length, where its row allows that."""
 
     names = ("length",)
+    workers: ClassVar[dict[str, Any]] = {}
 
     def score(self, completions: list[str], columns: dict[str, list[Any]]) -> BatchRewards:
         worth = [float(len(text)) if best else 0.0 for text, best in zip(completions, columns["counts"], strict=True)]
