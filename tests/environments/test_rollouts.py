@@ -245,3 +245,21 @@ def test_each_turn_is_sampled_within_what_is_left_by_vllm_and_by_transformers(ro
     assert (given["env_mask"], given["logprobs"]) == ([found[0].mask], [found[0].logps])
     assert (count_sampled(found[0]), count_sampled([1, 2])) == (4, 2)
     assert read_records(found) == [found[0].record]
+
+
+def test_ranks_that_a_server_answers_together_have_the_room_of_the_rank_with_most(rollouts: Any):
+    engine, seen, ranks = SimpleNamespace(max_completion_length=60), [], iter([[1, 1], [9, 60], [1, 1], [1, 40], [0, 0]])
+
+    def sample(prompts: Any, images: Any, fields: Any, generations: int) -> Any:
+        seen.append(engine.max_completion_length)
+        return script(prompts, 0)
+
+    script = Script(["x", "y"])
+    with rollouts(max_tokens=60) as opened, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sftplay.tasks.grpo.turns.has_sharded_weights", lambda _: False)
+        patch.setattr("sftplay.tasks.grpo.turns.gather_objects", lambda item, heartbeat: next(ranks))
+        trainer = SimpleNamespace(
+            use_vllm=True, vllm_generation=engine, rollouts=opened, heartbeat=Heartbeat()
+        )  # fmt: skip
+        roll_out(trainer, [question()], sample)
+    assert seen == [60, 40]

@@ -29,21 +29,20 @@ def roll_out(trainer: Any, questions: Sequence[Question], sample: Any) -> tuple[
 
     `sample` takes what TRL's `_generate_single_turn` takes. Equal questions need not stand together in later turns.
     """
-    has_logps = False
+    has_logps, in_lockstep = False, has_sharded_weights(trainer) or trainer.use_vllm
+
+    def find_most(n: int) -> int:
+        return max(gather_objects(n, trainer.heartbeat)) if in_lockstep else n
 
     def sample_turn(prompts: list[list[int]], most: int) -> Any:
         nonlocal has_logps
-        with limited_to(trainer, most):
+        with limited_to(trainer, find_most(most)):  # a server gets the limit of the first rank, for all of them
             ids, logps = sample(prompts, None, {}, 1)
         has_logps |= logps is not None
         return ids, logps
 
-    def count_going(n: int) -> int:
-        in_lockstep = has_sharded_weights(trainer) or trainer.use_vllm
-        return max(gather_objects(n, trainer.heartbeat)) if in_lockstep else n
-
     trainer.rollouts.beat = lambda: trainer.heartbeat.enter(trainer.heartbeat.phase)
-    completions = trainer.rollouts.run(questions, sample_turn, count_going=count_going)
+    completions = trainer.rollouts.run(questions, sample_turn, count_going=find_most)
     return completions, [ids.logps for ids in completions] if has_logps else None
 
 
