@@ -248,7 +248,11 @@ def test_each_turn_is_sampled_within_what_is_left_by_vllm_and_by_transformers(ro
 
 
 def test_ranks_that_a_server_answers_together_have_the_room_of_the_rank_with_most(rollouts: Any):
-    engine, seen, ranks = SimpleNamespace(max_completion_length=60), [], iter([[1, 1], [9, 60], [1, 1], [1, 40], [0, 0]])
+    engine, seen, ranks = (
+        SimpleNamespace(max_completion_length=60),
+        [],
+        iter([[1, 1], [9, 60], [1, 1], [1, 40], [0, 0]]),
+    )
 
     def sample(prompts: Any, images: Any, fields: Any, generations: int) -> Any:
         seen.append(engine.max_completion_length)

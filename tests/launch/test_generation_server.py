@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from sftplay.errors import MachineError
 from sftplay.launch.generation_server import client_environment, find_worker_python, starts_server
 from sftplay.runs import generation_server, submit
 from sftplay.tasks.grpo.vllm_server import server_command
-from sftplay.tasks.grpo.vllm_weights import vllm_chosen
+from sftplay.tasks.grpo.vllm_weights import vllm_chosen, within_length
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 COMMAND = shlex.join([sys.executable, str(STAND_IN), "--port", "{port}"])
@@ -93,6 +94,45 @@ def test_a_named_server_that_does_not_answer_is_no_bug_of_the_run():
     with pytest.raises(MachineError, match="cannot be reached") as caught, vllm_chosen(config(), None, args):
         raise ConnectionError("the server cannot be reached")
     assert caught.value.where == "grpo.vllm.url"
+
+
+class Refusing:
+    """Refuses, as vLLM's server does, what may become too long for it (vllm 0.31, renderers/params)."""
+
+    length = 20
+
+    def generate(self, prompts: list[list[int]], *, max_tokens: int, n: int) -> dict[str, Any]:
+        assert n == 1
+        assert max(map(len, prompts)) + max_tokens <= self.length, "This model's maximum context length is 20 tokens."
+        completions = [[len(prompt)] * max_tokens for prompt in prompts]
+        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
+
+
+def test_a_server_is_asked_for_no_more_than_it_has_room_for_behind_dialogues_of_different_lengths():
+    prompts = [[1] * 4, [2] * 15, [3] * 4, [4] * 10]
+    with pytest.raises(AssertionError, match="maximum context length"):
+        Refusing().generate(prompts, max_tokens=12, n=1)
+    found = within_length(Refusing, 20)().generate(prompts, max_tokens=12, n=1)
+    assert found["prompt_ids"] == prompts
+    assert found["completion_ids"] == [[4] * 12, [15] * 5, [4] * 12, [10] * 10]
+    assert found["logprobs"] is None
+
+
+def test_only_completions_of_several_turns_have_such_a_client(monkeypatch: pytest.MonkeyPatch):
+    replaced = list[dict[str, Any]]()
+
+    def replace(**names: Any) -> Any:
+        replaced.append(names)
+        return nullcontext()
+
+    monkeypatch.setattr("sftplay.tasks.grpo.vllm_weights.vllm_replaced", replace)
+    args = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    for tools in ([], ["calculator"]):
+        with vllm_chosen(config().with_values({"grpo.tools": tools}, "test"), None, args):
+            pass
+    assert replaced[0] == {}
+    (made,) = replaced[1].values()
+    assert made.generate is not made.__base__.generate
 
 
 def test_a_server_on_this_machine_gets_the_gpus_behind_those_that_train(monkeypatch: pytest.MonkeyPatch):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,9 @@ from sftplay.train.upstream import (
     replace_sync,
     vllm_replaced,
 )
+
+AT_ONCE = 8
+"""Requests to a server at the same time, where prompts have different room; TRL's session keeps as many connections."""
 
 TRAINED = "trained"
 """What the server calls the adapter."""
@@ -48,12 +52,43 @@ def vllm_chosen(cfg: RunConfig, model: Any, args: Any) -> Iterator[None]:
         args.vllm_enable_sleep_mode = False
         cache = {"kv_cache_memory_bytes": find_cache_bytes(Path(model.name_or_path), args.vllm_max_model_length)}
         names["LLM"] = partial(LLM, dtype=cpu_dtype(cfg), enforce_eager=True, **cache)
+    if kind == "vllm_server" and (cfg.grpo.environment or cfg.grpo.tools):
+        from trl.generation.vllm_client import VLLMClient
+
+        length = cfg.prompt_tokens + cfg.grpo.max_completion_length
+        names["VLLMClient"] = within_length(names.get("VLLMClient", VLLMClient), length)
     try:
         with vllm_replaced(**names):
             yield
     except ConnectionError as error:
         fix = "start it (docs/grpo.md), or leave grpo.vllm.url out, and the run starts one"
         raise MachineError(str(error), where="grpo.vllm.url", fix=fix) from error
+
+
+def within_length(client: type, length: int) -> Any:
+    """Return a client that asks for no more tokens of a prompt than have room in `length` behind it: turns that go on
+    have dialogues of different lengths, and vLLM's server refuses what would be longer than its longest sequence.
+    """
+
+    def generate(self: Any, prompts: Sequence[list[int]], *, max_tokens: int, **named: Any) -> dict[str, Any]:
+        places = dict[int, list[int]]()
+        for place, prompt in enumerate(prompts):
+            places.setdefault(min(max_tokens, length - len(prompt)), []).append(place)
+
+        def ask(room: int) -> Any:
+            return client.generate(self, prompts=[prompts[n] for n in places[room]], max_tokens=room, **named)  # type: ignore[attr-defined]
+
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            answers = list(threads.map(ask, places))
+        order = [place for several in places.values() for place in several]
+        found = dict[str, Any]()
+        for key, value in answers[0].items():
+            columns = [answer[key] for answer in answers]
+            pairs = zip(order, (one for column in columns for one in column), strict=True) if value is not None else ()
+            found[key] = None if value is None else [one for _, one in sorted(pairs, key=lambda pair: pair[0])]
+        return found
+
+    return type("TurnsClient", (client,), {"generate": generate})
 
 
 def send_to_vllm(trainer: Any, cfg: RunConfig, folder: Path) -> None:
