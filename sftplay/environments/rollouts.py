@@ -280,6 +280,8 @@ class _Rollout:
         """Run the calls of a turn. What fails is answered by an error that the model reads."""
         asked, answers = [], []
         for number, call in enumerate(calls):
+            if isinstance(call, Call) and not call.name.isidentifier():  # some of these no template can write
+                call = Malformed("is no tool: a name has letters, digits and _")
             named = Call("unknown", "{}", "") if isinstance(call, Malformed) else call
             named = replace(named, id=f"call{number:05}")
             self.record.n_calls += 1
@@ -314,6 +316,7 @@ class _Rollout:
             if asked:  # a text of a tool that cannot be written
                 self.record.n_failures += 1
                 answers = [replace(answer, content="error: the result cannot be written here") for answer in answers]
+                asked = [replace(call, arguments="{}") for call in asked]  # or of what the model wrote
                 end, ids = self.shared.dialogue.answer_ids(answers, asked)
             else:
                 self._fail(f"step returned a text that cannot be written: {error.what}")

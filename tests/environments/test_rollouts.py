@@ -162,6 +162,16 @@ def test_a_call_that_fails_is_answered_and_the_game_goes_on(rollouts: Any, text:
         assert [turn["content"] for turn in tools[1:]] == ["AFTER"]
 
 
+@pytest.mark.parametrize("name", [r"\ud83d", r"order\u0000", "<|im_end|>", "a b"])
+def test_a_call_whose_name_no_template_can_write_is_answered_as_one_that_is_unknown(rollouts: Any, name: str):
+    script = Script([call("x", name), "x", "y"])
+    with rollouts() as opened:
+        (ids,) = opened.run([question()], script)
+    tool = next(turn for turn in ids.record.turns if turn["role"] == "tool")
+    assert tool["content"] == "error: unknown is no tool: a name has letters, digits and _"
+    assert (ids.record.n_failures, ids.record.ended) == (1, "done")
+
+
 def test_tools_without_an_environment_end_with_the_first_turn_that_calls_none(rollouts: Any):
     with rollouts(has_environment=False) as opened:
         (ids,) = opened.run([question()], Script([call("remember"), call("remember"), "27"]))
