@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from sftplay.errors import ConfigError, nearest_names
@@ -49,13 +52,7 @@ def load_function(name: str, *, where: str = "rewards") -> RewardFunction:
             path = Path(place)
             if not path.is_file():
                 raise FileNotFoundError(f"no file {str(path)!r}")
-            module_name = f"sftplay_user_reward_{path.stem}"
-            spec = importlib.util.spec_from_file_location(module_name, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module_name] = module  # dataclasses and pickle look modules up there
-            spec.loader.exec_module(module)
+            module = import_file(path)
         else:
             module = import_module(place)
     except Exception as error:
@@ -68,6 +65,24 @@ def load_function(name: str, *, where: str = "rewards") -> RewardFunction:
         fix = f"it has {', '.join(known) or 'no function at all'}"
         raise ConfigError(f"{place!r} has no function {function_name!r}", where=where, fix=fix)
     return found
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a user's file, once in a process: several functions of it share its variables."""
+    name = f"sftplay_user_{path.stem}_{zlib.crc32(os.fsencode(path.resolve())):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look modules up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 @dataclass(frozen=True, slots=True)
