@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, get_type_hints
 
 from sftplay.config.rewards import ENVIRONMENT
 from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
-from sftplay.errors import ConfigError, MachineError, SftplayError, nearest_names
+from sftplay.errors import ConfigError, DataError, MachineError, SftplayError, nearest_names
 from sftplay.reward.reward_set import LONGEST_REASON, START_S, kill_group
 from sftplay.reward.table import RewardValues, load_function
 from sftplay.signals import STOP_SIGNALS, die_with_parent
@@ -372,10 +372,7 @@ def _make(spec: EnvironmentSpec) -> tuple[Any, dict[str, Callable[..., Any]], se
         except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
             what = f"{spec.environment} cannot be made: {_say(error)}"
             raise ConfigError(what, where=key, fix="mend it, or grpo.environment_options") from None
-        lacks = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
-        if lacks:
-            what = f"{spec.environment} returned a {type(environment).__name__} without {' and '.join(lacks)}"
-            raise ConfigError(what, where=key, fix="return an object with reset(row) and step(text)")
+        _check_methods(environment, spec.environment, where=key)
     tools = dict[str, Callable[..., Any]]()
     for name in spec.tools:
         where = "grpo.tools"
@@ -395,14 +392,52 @@ def _make(spec: EnvironmentSpec) -> tuple[Any, dict[str, Callable[..., Any]], se
             fix = f"it takes {', '.join(known) or 'none'}"
             raise ConfigError(f"{name} has no argument {strange[0]!r}", where=f"grpo.tool_options.{name}", fix=fix)
         if prepare := getattr(tool, "prepare", None):  # what all completions share, and what is refused before any
-            prepare(**options)
+            _prepare(prepare, name, options)
     return environment, {**tools, **owned}, set(owned)
+
+
+def _check_methods(environment: Any, name: str, *, where: str) -> None:
+    """Raise ConfigError where an environment cannot be played: it lacks a method, or one takes something else."""
+    fix = "return an object with reset(row) and step(text)"
+    methods = {"reset": "row", "step": "text"}
+    if lacks := [method for method in methods if not callable(getattr(environment, method, None))]:
+        what = f"{name} returned a {type(environment).__name__} without {' and '.join(lacks)}"
+        raise ConfigError(what, where=where, fix=fix)
+    for method, given in methods.items():
+        try:
+            inspect.signature(getattr(environment, method)).bind(given)
+        except TypeError as error:
+            what = f"{name} returned a {type(environment).__name__}; its {method} does not take ({given}): {error}"
+            raise ConfigError(what, where=where, fix=fix) from None
+        except ValueError:  # a compiled method tells nothing of its arguments
+            continue
+
+
+def _prepare(prepare: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
+    where = f"grpo.tool_options.{name}"
+    try:
+        prepare(**options)
+    except (ConfigError, DataError) as error:
+        what = f"{error.where}: {error.what}"
+        raise ConfigError(what, where=where, fix=error.fix) from None
+    except SftplayError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
+        what = f"{name} cannot be prepared: {_say(error)}"
+        raise ConfigError(what, where=where, fix=f"mend {name}.prepare, or its options") from None
 
 
 def _add_tool(tools: dict[str, Callable[..., Any]], tool: Any, *, where: str) -> None:
     name = getattr(tool, "__name__", "")
     if not callable(tool) or not name.isidentifier():
         raise ConfigError(f"{tool!r:.80} is no function", where=where, fix="name typed functions")
+    if any(check(tool) for check in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isclass)):
+        what = f"{name} is no plain function: a call of it returns no text"
+        raise ConfigError(what, where=where, fix="write `def`, and return a text")
+    parameters = inspect.signature(tool).parameters.values()
+    if unnamed := [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL)]:
+        what = f"{name} takes {unnamed[0]} without its name, and models give arguments by name"
+        raise ConfigError(what, where=where, fix="write it without `/` and `*`")
     if name in tools:
         raise ConfigError(f"two tools are called {name}", where=where, fix="rename one: the model knows them by name")
     tools[name] = tool

@@ -95,6 +95,11 @@ def order(text: str) -> Any:
     return found[0] if isinstance(found, tuple) else text.upper()
 
 
+def count() -> int:
+    """Count what is remembered."""
+    return len(STATE)
+
+
 def scale(number: int, *, factor: int = 2) -> int:
     """Scale a number.
 
@@ -102,6 +107,37 @@ def scale(number: int, *, factor: int = 2) -> int:
         number: What is scaled.
     """
     return number * factor
+
+
+class Deaf(Game):
+    def reset(self) -> None:  # type: ignore[override]
+        """Takes no row."""
+
+
+def make_deaf() -> Deaf:
+    return Deaf(2)
+
+
+async def later(number: int) -> int:
+    """Scale a number later."""
+    return number
+
+
+def nameless(number: int, /) -> int:
+    """Scale a number without a name."""
+    return number
+
+
+def unready(number: int) -> int:
+    """Scale a number, with a file that is not there."""
+    return number
+
+
+def open_nothing() -> None:
+    raise LookupError("no index")
+
+
+unready.prepare = open_nothing  # type: ignore[attr-defined]
 
 
 def untyped(x):

@@ -132,6 +132,15 @@ def test_copies_share_nothing_and_begin_alike_by_their_seed(host: EnvironmentHos
     assert answers[2][1] != answers[0][1]
 
 
+def test_tools_of_one_file_share_its_variables():
+    with EnvironmentHost(make_spec(tools=[f"{FILE}:order", f"{FILE}:count"])) as host:
+        process = host.fork(1)
+        for _ in range(2):
+            process.ask(call="order", arguments={"text": "remember"})
+        assert process.ask(call="count", arguments={}) == "2"
+        process.end()
+
+
 def test_values_that_json_has_are_texts(host: EnvironmentHost):
     process = host.fork(1)
     assert process.ask(call="order", arguments={"text": "value"}) == '{"found": [1, 2.5, true]}'
@@ -157,6 +166,11 @@ WRONG = {
     "twice": ({"tools": [f"{FILE}:order", f"{FILE}:order"]}, "two tools are called order"),
     "options": ({"tool_options": {"ordr": {}}}, "options for ordr, which is no tool here"),
     "argument": ({"tool_options": {"scale": {"facto": 3}}}, "scale has no argument 'facto'"),
+    "no row": ({"environment": f"{FILE}:make_deaf"}, "its reset does not take (row)"),
+    "later": ({"tools": [f"{FILE}:later"]}, "later is no plain function"),
+    "nameless": ({"tools": [f"{FILE}:nameless"]}, "nameless takes number without its name"),
+    "unready": ({"tools": [f"{FILE}:unready"]}, "unready cannot be prepared: raised LookupError: no index"),
+    "prepared": ({"tools": ["python"], "tool_options": {"python": {"memory": "much"}}}, "not a size: 'much'"),
     "make's option": ({"environment_options": {"limt": 3}}, "unexpected keyword argument 'limt'"),
 }
 
@@ -168,6 +182,7 @@ def test_what_cannot_be_made_is_refused_before_anything(case: str):
         EnvironmentHost(make_spec(**changes))
     assert what in refused.value.what
     assert refused.value.fix
+    assert str(refused.value.where).startswith("grpo.")
 
 
 @pytest.mark.slow
