@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, get_type_hints
 
 from sftplay.config.rewards import ENVIRONMENT
 from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
-from sftplay.errors import ConfigError, DataError, MachineError, SftplayError, nearest_names
+from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError, nearest_names
 from sftplay.reward.reward_set import LONGEST_REASON, START_S, kill_group
 from sftplay.reward.table import RewardValues, load_function
 from sftplay.signals import STOP_SIGNALS, die_with_parent
@@ -134,16 +134,23 @@ class EnvironmentHost:
         self.tools, self.owned = loaded["tools"], frozenset(loaded["owned"])
 
     def fork(self, seed: int) -> EnvironmentProcess:
-        """Fork a copy; `seed` is that of its `random`. Raise Failed where the host has died."""
+        """Fork a copy; `seed` is that of its `random`.
+
+        Raises:
+            Failed: there is no room for another process or file.
+            RunError: the host has died. Nothing would be known of any completion any more.
+        """
         with self._lock:
             try:
                 self._control.settimeout(START_S)
                 self._control.sendall(json.dumps({"fork": seed}).encode() + b"\n")
                 data, found, _, _ = socket.recv_fds(self._control, 200, 1)
-            except OSError as error:
-                raise Failed(f"found the process that makes environments dead ({error})") from None
+            except OSError:
+                data, found = b"", []
+        if not data:
+            raise self.death()
         if not found:
-            raise Failed(f"could not start: {data.decode(errors='replace') or 'the host has died'}")
+            raise Failed(f"could not start: {data.decode(errors='replace')}")
         return EnvironmentProcess(self, int(data), socket.socket(fileno=found[0]))
 
     def end(self, pid: int) -> int | None:
@@ -152,6 +159,12 @@ class EnvironmentHost:
             self._control.sendall(json.dumps({"end": pid}).encode() + b"\n")
             return int(_receive(self._control, START_S)["status"])
         return None
+
+    def death(self) -> RunError:
+        """Return what is said of a host that has died."""
+        fix = "look for what kills it: memory that ran out, or code of an environment or a tool; then `make resume`"
+        where = f"grpo.{'environment' if self.spec.environment else 'tools'}"
+        return RunError("the process that makes environments has died", where=where, fix=fix)
 
     def close(self) -> None:
         """End the host; its copies end with it."""
@@ -179,6 +192,7 @@ class EnvironmentProcess:
 
         Raises:
             Failed: it failed, took too long or died; in the last two cases the process is ended.
+            RunError: as `fork`.
         """
         if self.is_over:
             raise Failed("has ended before")
@@ -191,7 +205,10 @@ class EnvironmentProcess:
             self.end()
             raise Failed(f"took longer than {limit_s:g} s") from None
         except (OSError, EOFError, ValueError):
-            raise Failed(f"died ({describe_status(self.end())})") from None
+            status = self.end()
+            if status is None:  # nobody is left who waits for it
+                raise self._host.death() from None
+            raise Failed(f"died ({describe_status(status)})") from None
         if "failure" in answer:
             raise Failed(answer["failure"])
         return answer["answer"]

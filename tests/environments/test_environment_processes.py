@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from processes import HANG_S, wait_until
 
 from sftplay.environments.processes import EnvironmentHost, EnvironmentSpec, Failed, describe_tools
-from sftplay.errors import ConfigError
+from sftplay.errors import ConfigError, RunError
 
 FILE = Path(__file__).parent / "misbehaving.py"
 DEADLINE_S = 3.0
@@ -155,6 +156,18 @@ def test_a_hundred_copies_take_no_second_each(host: EnvironmentHost):
     for copy in copies:
         copy.end()
     assert time.monotonic() - began < 100
+
+
+@pytest.mark.parametrize("in_vain", ["fork", "call"])
+def test_the_death_of_the_process_that_makes_copies_ends_the_run_and_is_no_answer(in_vain: str):
+    with EnvironmentHost(make_spec()) as host:
+        process = host.fork(1)
+        os.kill(host._process.pid, signal.SIGKILL)
+        host._process.join()  # it is dead, and with it the copy
+        with pytest.raises(RunError, match="the process that makes environments has died") as ended:
+            host.fork(2) if in_vain == "fork" else process.ask(call="scale", arguments={"number": 1})
+        assert ended.value.fix
+        process.end()
 
 
 WRONG = {
