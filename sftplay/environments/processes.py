@@ -355,6 +355,7 @@ def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describ
             sys.stdout.flush()
             sys.stderr.flush()
             try:
+                host = os.getpid()
                 ours, child_end = socket.socketpair()
                 pid = os.fork()
             except OSError as error:  # no process or no file is left
@@ -363,7 +364,7 @@ def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describ
             if pid == 0:
                 control.close()
                 ours.close()
-                _serve(child_end, environment, tools, seed=order["fork"], options=spec.tool_options)
+                _serve(child_end, environment, tools, host=host, seed=order["fork"], options=spec.tool_options)
             child_end.close()
             socket.send_fds(control, [str(pid).encode()], [ours.fileno()])
             ours.close()
@@ -490,12 +491,12 @@ def _describe(name: str, tool: Callable[..., Any], options: Mapping[str, Any]) -
 
 
 def _serve(
-    pipe: socket.socket, environment: Any, tools: Mapping[str, Callable[..., Any]], *, seed: int,
+    pipe: socket.socket, environment: Any, tools: Mapping[str, Callable[..., Any]], *, host: int, seed: int,
     options: Mapping[str, Mapping[str, Any]],
 ) -> NoReturn:  # fmt: skip
     """Answer the requests of one completion, and end with this process."""
     try:
-        host, pid = os.getppid(), os.getpid()
+        pid = os.getpid()
         os.setpgid(0, 0)
         die_with_parent(host)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
