@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,11 @@ def make(*, table: str | None = None, questions: int = 20) -> TwentyQuestions:
     """Make the game: `table` is a file like data/twenty_questions/table.json, None means that one.
 
     Raises:
-        ConfigError: the file cannot be read as such a table.
+        ConfigError: the file cannot be read as such a table, or there is no such number of questions.
     """
+    if isinstance(questions, bool) or not isinstance(questions, int) or questions < 1:
+        where = "grpo.environment_options.questions"
+        raise ConfigError(f"{questions!r} is no number of questions", where=where, fix="write 20")
     path = Path(table) if table else shipped(TABLE)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -49,8 +52,9 @@ class TwentyQuestions:
         self, things: Mapping[str, frozenset[str]], properties: Mapping[str, list[str]], *, most_questions: int
     ) -> None:
         self._things, self._most = things, most_questions
+        self._names = {_plain(name): name for name in things}
         # Longer phrases first: "a farm animal" asks for the farm.
-        phrases = [(phrase, name) for name, several in properties.items() for phrase in several]
+        phrases = [(_plain(phrase), name) for name, several in properties.items() for phrase in several]
         self._phrases = sorted(phrases, key=lambda pair: -len(pair[0]))
         self._secret = ""
         self._asked = 0
@@ -81,9 +85,10 @@ class TwentyQuestions:
 
     def _find_guess(self, question: str) -> str | None:
         """Find the thing that a question names at its end: `is it a cat`, `my guess is cat`."""
-        named = re.search(r"\b(?:is it|it is|its|is|guess|answer)(?: (?:a|an|the))? (\w+)$", question)
-        name = named[1] if named else question
-        return name if name in self._things else None
+        names = [question]
+        for asked in re.finditer(r"\b(?:is it|it is|its|is|guess|answer)(?: (?:an?|the)\b)?(?= )", question):
+            names.append(question[asked.end() + 1 :])
+        return next((self._names[name] for name in names if name in self._names), None)
 
     def _answer(self, question: str) -> str:
         found = next((name for phrase, name in self._phrases if re.search(rf"\b{re.escape(phrase)}\b", question)), None)
@@ -102,8 +107,8 @@ def read_question(text: str) -> str:
     lines = [line for line in without_reasoning(text).splitlines() if line.strip()]
     asked = re.findall(r"[^.?!]*(?=\?)", " ".join(lines))
     last = next((part for part in reversed(asked) if part.strip()), lines[-1] if lines else "")
-    return " ".join(_words(last.replace("'", "")))
+    return _plain(last)
 
 
-def _words(text: str) -> Iterator[str]:
-    return (match[0] for match in re.finditer(r"[\w-]+", text.lower()))
+def _plain(text: str) -> str:
+    return " ".join(re.findall(r"[\w-]+", text.replace("'", "").lower()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -133,6 +134,26 @@ def test_questions_are_answered_from_the_table_and_the_thing_that_is_named_ends_
     assert game.step("") == (game.step("hm")[0], None, False)
     said, reward, is_done = game.step("Is it a tiger?")
     assert (said, reward, is_done) == ("Yes, it is tiger! That was question 10.", 1.0, True)
+
+
+def test_things_of_a_table_of_your_own_may_have_several_words_and_capitals(tmp_path: Path):
+    table = tmp_path / "table.json"
+    things = {"Polar bear": ["white"], "T-shirt": [], "bear": []}
+    table.write_text(json.dumps({"properties": {"white": ["White"]}, "things": things}))
+    game = make(table=str(table))
+    for secret in things:
+        game.reset({"secret": secret})
+        assert game.step("Is it white?")[0] == ("Yes." if secret == "Polar bear" else "No.")
+        others = [name for name in things if name != secret]
+        assert [game.step(f"Is it a {name}?")[0] for name in others] == ["No.", "No."]
+        assert game.step(f"My guess is the {secret}.")[1:] == (1.0, True)
+
+
+@pytest.mark.parametrize("questions", [0, "ten", 2.5, True])
+def test_a_number_of_questions_that_is_none_is_refused(questions: Any):
+    with pytest.raises(ConfigError) as refused:
+        make(questions=questions)
+    assert refused.value.where == "grpo.environment_options.questions"
 
 
 def test_a_game_ends_with_nothing_after_its_last_question_and_the_next_one_begins_anew(tmp_path: Path):
