@@ -75,11 +75,15 @@ def recompute(
             first = [mapping.get(in_turns[0]) for mapping in (line.get("rewards") or {} for line in lines)]
             given |= {ENVIRONMENT_REWARD: first}
         given |= {"turns": [line["turns"] for line in lines]} if all("turns" in line for line in lines) else {}
-        scored = reward_set.score(completions, given)
+        # Before there were tokens in these files, rewards for length counted words.
+        counts = [line.get("tokens") for line in lines]
+        ids = list(map(range, counts)) if all(isinstance(count, int) for count in counts) else None
+        scored = reward_set.score(completions, given, completion_ids=ids)
         for name, scores in scored.by_name.items():
             for n, (line, now) in enumerate(zip(lines, scores.values, strict=True), start=1):
                 rewards = line.get("rewards")
                 value = rewards.get(name) if isinstance(rewards, dict) else None
                 then = float(value) if isinstance(value, int | float) else None
+                now = None if line.get("failure") else now  # of its environment: nothing is known of the completion
                 found[name].add(f"{file}:{n}", then, now=now)
     return list(found.values())

@@ -87,7 +87,8 @@ def reward_answers(
     `columns` are those that any row has.
     """
     given = aligned([question.columns for question in asked], columns) | turn_columns(records)
-    scored = abstain_where_failed(reward_set.score(list(answers), given), records)
+    ids = list(map(range, n_tokens))  # rewards for length, which alone get tokens, count them
+    scored = abstain_where_failed(reward_set.score(list(answers), given, completion_ids=ids), records)
     by_answer = zip(*(scores.values for scores in scored.by_name.values()), strict=True)
     values = [dict(zip(scored.by_name, scores, strict=True)) for scores in by_answer]
     sums = combined(scored, reward_set.weights)

@@ -22,7 +22,9 @@ class Lengths:
     names = ("length",)
     workers: ClassVar[dict[str, Any]] = {}
 
-    def score(self, completions: list[str], columns: dict[str, list[Any]]) -> BatchRewards:
+    def score(self, completions: list[str], columns: dict[str, list[Any]], *, completion_ids: Any) -> BatchRewards:
+        if completion_ids is not None:
+            return BatchRewards({"length": RewardValues([float(len(ids)) for ids in completion_ids])}, [None, None])
         worth = [float(len(text)) if best else 0.0 for text, best in zip(completions, columns["counts"], strict=True)]
         return BatchRewards({"length": RewardValues(worth)}, [None] * len(completions))
 
@@ -54,6 +56,12 @@ def test_the_first_completion_that_got_something_else_is_named(tmp_path: Path):
     (found,) = again(tmp_path)
     assert (found.n, found.differ, found.largest_difference) == (3, 2, 2.0)
     assert found.first == f"{tmp_path}/samples/step-9.jsonl:2 got 3.5, now 4.0"
+
+
+def test_rewards_for_length_count_the_tokens_of_the_run_and_failed_environments_leave_nothing_known(tmp_path: Path):
+    kept(tmp_path, 1, [line(7, "a b c", 9.0) | {"tokens": 9}, line(7, "", None) | {"tokens": 1, "failure": "hung"}])
+    (found,) = again(tmp_path)
+    assert (found.n, found.differ, found.first) == (2, 0, "")
 
 
 def test_a_broken_line_or_a_prompt_that_has_gone_is_named(tmp_path: Path):

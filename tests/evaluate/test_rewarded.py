@@ -24,9 +24,10 @@ class TwoRewards:
 
     def __init__(self) -> None:
         self.columns: dict[str, Any] = {}
+        self.lengths: list[int] = []
 
-    def score(self, completions: list[str], columns: dict[str, list[Any]]) -> BatchRewards:
-        self.columns = columns
+    def score(self, completions: list[str], columns: dict[str, list[Any]], *, completion_ids: Any) -> BatchRewards:
+        self.columns, self.lengths = columns, list(map(len, completion_ids))
         right = [None if text == "?" else float(text == want) for text, want in zip(completions, columns["answer"])]
         shape = [float(text.count(".")) for text in completions]
         verdicts: list[Any] = [
@@ -45,6 +46,7 @@ def answered() -> tuple[TwoRewards, list[Rewarded]]:
 
 def test_means_leave_out_what_is_not_known_and_form_does_not_decide_what_passes():
     rewards, answers = answered()
+    assert rewards.lengths == [2, 1, 1, 4]  # tokens, as in training
     assert rewards.columns == {"answer": ["a."] * 4, "only": [None, 1, 1, 1]}
     figures = compute_figures(answers, rewards=REWARDS)
     assert figures["n"] == 4

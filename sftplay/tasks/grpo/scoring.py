@@ -59,6 +59,7 @@ class ScoredBatch:
     rewards: BatchRewards
     prompts: list[str] = field(default_factory=list)  # the question of each completion as text
     records: list[TurnRecord] = field(default_factory=list)  # where completions have several turns
+    lengths: list[int] = field(default_factory=list)  # the tokens that the model wrote
     control: list[float] | None = None
     """The rewards that the model learns from instead of the config's, in a control run."""
 
@@ -75,6 +76,7 @@ class ScoredBatch:
             rewards=BatchRewards.concatenate([part.rewards for part in parts]),
             prompts=[text for part in parts for text in part.prompts],
             records=[record for part in parts for record in part.records],
+            lengths=[length for part in parts for length in part.lengths],
             control=None if parts[0].control is None else [value for part in parts for value in part.control or ()],
             penalties=None
             if parts[0].penalties is None
@@ -139,6 +141,7 @@ class ScoredBatch:
                 "prompt_id": row,
                 "prompt": self.prompts[n] if self.prompts else "",
                 "completion": completion,
+                **({"tokens": self.lengths[n]} if self.lengths else {}),
                 "rewards": {name: values[n] for name, values in columns.items()},
                 **({} if self.control is None else {"control": self.control[n]}),
                 "advantage": advantages[n],
@@ -222,6 +225,7 @@ class RewardScorer:
                 rewards=rewards,
                 prompts=[row["question"] for row in inputs],
                 records=list(records),
+                lengths=list(map(len, completion_ids)),
                 control=control,
                 penalties=penalties,
             )
@@ -488,6 +492,7 @@ def replace_rows(batch: ScoredBatch, part: ScoredBatch, *, places: Sequence[int]
         completions=merge(batch.completions, part.completions),
         prompts=merge(batch.prompts, part.prompts) if batch.prompts else [],
         records=merge(batch.records, part.records) if batch.records else [],
+        lengths=merge(batch.lengths, part.lengths) if batch.lengths else [],
         rewards=rewards,
         control=None if batch.control is None else merge(batch.control, part.control or []),
         penalties=None if batch.penalties is None else merge(batch.penalties, part.penalties or []),

@@ -386,7 +386,7 @@ def test_the_penalty_for_length_is_added_to_what_is_learned_from_and_counts_toke
     assert [overlong_penalty(n, most=20, buffer=5) for n in (1, 15, 16, 19, 20, 21)] == [0, 0, -0.2, -0.8, -1, -1]
     rewards = BatchRewards({"right": RewardValues([1.0, 0.0, None])}, [None] * 3, frozenset({"right"}))
     batch = ScoredBatch(weights=(2.0,), rows=[0, 1, 2], completions=["a", "b", "c"], rewards=rewards,
-                        penalties=[-0.5, 0.0, -1.0])  # fmt: skip
+                        lengths=[7, 8, 9], penalties=[-0.5, 0.0, -1.0])  # fmt: skip
     assert batch.training_rewards == [1.5, 0.0, None]
     assert batch.true_rewards == [2.0, 0.0, None]
     matrix = batch.make_reward_matrix()
@@ -395,6 +395,8 @@ def test_the_penalty_for_length_is_added_to_what_is_learned_from_and_counts_toke
     assert batch.compute_figures(3)["overlong_penalty"] == -0.5
     both = ScoredBatch.concatenate([batch, batch])
     assert both.penalties == [-0.5, 0.0, -1.0] * 2
+    assert [line["tokens"] for line in both.make_sample_lines([0.0] * 6)] == [7, 8, 9] * 2
+    assert replace_rows(batch, ScoredBatch.concatenate([batch]), places=[2, 1, 0]).lengths == [9, 8, 7]
     assert replace_rows(batch, ScoredBatch.concatenate([batch]), places=[2, 1, 0]).penalties == [-1.0, 0.0, -0.5]
 
 
