@@ -77,8 +77,8 @@ def recompute(
         given |= {"turns": [line["turns"] for line in lines]} if all("turns" in line for line in lines) else {}
         # Before there were tokens in these files, rewards for length counted words.
         counts = [line.get("tokens") for line in lines]
-        ids = list(map(range, counts)) if all(isinstance(count, int) for count in counts) else None
-        scored = reward_set.score(completions, given, completion_ids=ids)
+        ids = [range(int(count)) for count in counts if count is not None]
+        scored = reward_set.score(completions, given, completion_ids=ids if len(ids) == len(lines) else None)
         for name, scores in scored.by_name.items():
             for n, (line, now) in enumerate(zip(lines, scores.values, strict=True), start=1):
                 rewards = line.get("rewards")
