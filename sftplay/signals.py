@@ -128,6 +128,12 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def outlive_parent() -> None:
+    """Take `die_with_parent` back."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, 0)
+
+
 class TiedPopen(subprocess.Popen[Any]):
     """A process that Linux kills when this one dies."""
 

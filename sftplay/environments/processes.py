@@ -32,7 +32,7 @@ from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError, nearest_names
 from sftplay.reward.reward_set import LONGEST_REASON, START_S, kill_group
 from sftplay.reward.table import RewardValues, load_function
-from sftplay.signals import STOP_SIGNALS, die_with_parent
+from sftplay.signals import STOP_SIGNALS, die_with_parent, outlive_parent
 
 if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
@@ -169,6 +169,9 @@ class EnvironmentHost:
     def close(self) -> None:
         """End the host; its copies end with it."""
         self._at_exit.cancel()
+        with suppress(OSError):  # it has died
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._process.join(CLOSE_S)  # it ends its copies with what they have started
         kill_group(self._process)
         self._process.join()
         self._process.close()
@@ -347,9 +350,21 @@ def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describ
             said = {"what": error.what, "where": error.where, "fix": error.fix}
             loaded = {"error": {"kind": type(error).__name__, **said}}
         control.sendall(json.dumps(loaded).encode() + b"\n")
-        while "error" not in loaded:
+        if "error" not in loaded:
+            _fork_copies(control, environment, tools, spec)
+
+
+def _fork_copies(
+    control: socket.socket, environment: Any, tools: Mapping[str, Callable[..., Any]], spec: EnvironmentSpec
+) -> None:
+    """Do what the parent asks for until it has left, and end the copies then."""
+    outlive_parent()  # its death shows here, and copies may have started processes
+    copies = set[int]()
+    try:
+        while True:
             order = _receive(control, None)
             if "end" in order:
+                copies.discard(order["end"])
                 control.sendall(json.dumps({"status": _end(order["end"])}).encode() + b"\n")
                 continue
             sys.stdout.flush()
@@ -365,9 +380,14 @@ def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describ
                 control.close()
                 ours.close()
                 _serve(child_end, environment, tools, host=host, seed=order["fork"], options=spec.tool_options)
+            copies.add(pid)
             child_end.close()
             socket.send_fds(control, [str(pid).encode()], [ours.fileno()])
             ours.close()
+    finally:
+        for pid in copies:
+            with suppress(OSError):
+                _end(pid)
 
 
 def _end(pid: int) -> int:

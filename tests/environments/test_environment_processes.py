@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -156,6 +159,42 @@ def test_a_hundred_copies_take_no_second_each(host: EnvironmentHost):
     for copy in copies:
         copy.end()
     assert time.monotonic() - began < 100
+
+
+TRAINER = """
+from sftplay.environments.processes import EnvironmentHost, EnvironmentSpec
+
+if __name__ == "__main__":
+    with EnvironmentHost(EnvironmentSpec(environment="{file}:make", deadline_s=600)) as host:
+        copy = host.fork(1)
+        copy.ask(reset={{}})
+        print(copy._pid, flush=True)
+        copy.ask(step="child")
+"""
+
+
+def test_what_an_environment_has_started_ends_with_a_trainer_that_is_killed(tmp_path: Path):
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER.format(file=FILE))
+    root = str(Path(__file__).parents[2])
+    trainer = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root}
+    )  # fmt: skip
+    with trainer:
+        assert trainer.stdout is not None
+        group = int(trainer.stdout.readline())
+        try:
+            wait_until(lambda: count_members(group) == 2)
+            trainer.kill()
+            wait_until(lambda: count_members(group) == 0)
+        finally:
+            trainer.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def count_members(group: int) -> int:
+    return sum(_group(path.name) == group for path in Path("/proc").glob("[0-9]*"))
 
 
 @pytest.mark.parametrize("in_vain", ["fork", "call"])
