@@ -111,7 +111,11 @@ def _compute(node: ast.expr) -> Fraction:
         arguments: list[Any] = [_compute(argument) for argument in node.args]
         if node.func.id == "round" and len(arguments) == 2:
             arguments[1] = max(-MOST_CHARACTERS, min(MOST_CHARACTERS, int(arguments[1])))
-        value = Fraction(FUNCTIONS[node.func.id](*arguments))
+        try:
+            value = Fraction(FUNCTIONS[node.func.id](*arguments))
+        except TypeError:
+            numbers = "1 number" if len(arguments) == 1 else f"{len(arguments)} numbers"
+            raise ValueError(f"{node.func.id} does not take {numbers}") from None
     else:
         raise ValueError(f"cannot compute {ast.unparse(node)[:40]!r}")
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
@@ -120,12 +124,13 @@ def _compute(node: ast.expr) -> Fraction:
 
 
 def write_number(value: Fraction) -> str:
-    """Write a whole number with all its digits, another one with at most 12.
+    """Write a whole number with all its digits, another one with at most 12, or one more than its whole part has.
 
     >>> write_number(Fraction(7, 2)), write_number(Fraction(1, 3)), write_number(Fraction(10**30))
     ('3.5', '0.333333333333', '1000000000000000000000000000000')
     """
     if value.denominator == 1:
         return str(value.numerator)
-    number = Context(prec=12).divide(Decimal(value.numerator), Decimal(value.denominator)).normalize()
+    context = Context(prec=max(12, len(str(abs(int(value)))) + 1))  # a whole part that is cut off would look whole
+    number = context.normalize(context.divide(Decimal(value.numerator), Decimal(value.denominator)))
     return f"{number:f}" if -12 < number.adjusted() < 20 else str(number)

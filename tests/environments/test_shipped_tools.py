@@ -42,6 +42,8 @@ needs_box = pytest.mark.skipif(
         ("2 +", "error: this is no arithmetic expression"), ("(" * 299, "error: this is no arithmetic expression"),
         ("x + 1", "error: cannot compute 'x'"), ("'a' * 9", "error: cannot compute \"'a'\""),
         ("().__class__", "error: cannot compute '().__class__'"),
+        ("12345678901234.5", "12345678901234.5"), ("10**15 / 3", "333333333333333.3"),
+        ("log(100, 10)", "error: log does not take 2 numbers"), ("max(1)", "error: max does not take 1 number"),
         ("1 " * 300, "error: the expression has more than 300 characters"),
     ],
 )  # fmt: skip
