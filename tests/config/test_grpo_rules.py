@@ -108,6 +108,16 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
             "grpo.generation",
             "write grpo.generation: transformers",
         ),
+        (
+            "grpo: {score_centering: 64, top_entropy_quantile: 0.2}",
+            "grpo.top_entropy_quantile",
+            "write grpo.top_entropy_quantile: 1",
+        ),
+        (
+            "grpo: {score_centering: 64, off_policy_mask_threshold: 0.5}",
+            "grpo.off_policy_mask_threshold",
+            "write grpo.off_policy_mask_threshold: null",
+        ),
         ("grpo: {score_centering: 64, loss_type: sapo}", "grpo.loss_type", "write grpo.loss_type: dapo"),
         ("train: {packing: true}", "train.packing", "write train.packing: false"),
         ("train: {neftune_alpha: 5}", "train.neftune_alpha", "write train.neftune_alpha: null"),

@@ -231,8 +231,15 @@ def _check_sampler_correction(cfg: RunConfig) -> Iterator[Problem]:
         "grpo.min_p": (grpo.min_p, "left-out tokens have no probability to compare", "null"),
         "grpo.repetition_penalty": (grpo.repetition_penalty != 1, "the model learns without it", "1"),
         "grpo.share_prompts": (grpo.share_prompts is True, "it takes the scores of rows", "auto"),
+        "grpo.top_entropy_quantile": (
+            grpo.top_entropy_quantile < 1, "tokens that are not learned from would be centred too", "1",
+        ),
+        "grpo.off_policy_mask_threshold": (
+            grpo.off_policy_mask_threshold is not None, "completions that are not learned from would be centred too",
+            "null",
+        ),
         LOSS: (grpo.loss_type in ("sapo", "vespo"), "its weights are no ratios of probabilities", "dapo"),
-    }
+    }  # fmt: skip
     for key, (is_broken, why, fix) in table.items():
         if is_broken:
             yield Problem(
