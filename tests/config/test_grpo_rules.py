@@ -88,8 +88,8 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
             "keep one of the two",
         ),
         (
-            "grpo: {sampler_correction: token_mask, generation: continuous}",
-            "grpo.sampler_correction",
+            "grpo: {score_centering: 64, generation: continuous}",
+            "grpo.generation",
             "write grpo.generation: transformers",
         ),
         (

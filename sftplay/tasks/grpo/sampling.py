@@ -419,7 +419,7 @@ class SamplingMixin(StepTrainerMixin):
         counts.tokens += sum(lengths)
         counts.label_tokens += int(learned.sum())
         self.heartbeat.enter("forward")
-        with self.variants.applied(inputs, mask=loss_mask(inputs), sampled=sampler_logps) as changed:
+        with self.variants.applied(inputs, mask=learned, sampled=sampler_logps) as changed:
             loss = super().compute_loss(model, changed, *given, **named)
             loss = self.variants.complete_loss(loss, inputs["advantages"])
         counts.padded_tokens += sum(lengths) if self._is_joined else prompts.numel() + completions.numel()
