@@ -163,7 +163,7 @@ def record_logprobs(model: Any, *, top: int = 0) -> Iterator[list[SampledRow]]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     rows: list[SampledRow] = []
     generate, generate_batch = model.generate, getattr(model, "generate_batch", None)
-    own = {name: vars(model)[name] for name in ("generate", "generate_batch") if name in vars(model)}
+    replaced = {name: vars(model)[name] for name in ("generate", "generate_batch") if name in vars(model)}
 
     def generate_and_record(*given: Any, **named: Any) -> Any:
         record = TokenRecord(top)
@@ -185,7 +185,7 @@ def record_logprobs(model: Any, *, top: int = 0) -> Iterator[list[SampledRow]]:
         yield rows
     finally:
         del model.generate, model.generate_batch
-        vars(model).update(own)
+        vars(model).update(replaced)
 
 
 @dataclass(frozen=True)
