@@ -71,6 +71,9 @@ class RolloutIds(list[int]):
         self.prompt_ids = prompt_ids
         self.mask: list[int] = []  # 1 where the model wrote the token
         self.logps: list[float] = []
+        self.turn_logps: list[tuple[int, list[float]]] = []
+        """Where each turn of the model begins, and what the sampler said of its tokens."""
+
         self.record = TurnRecord()
 
     @property
@@ -210,6 +213,7 @@ class _Rollout:
     def take(self, ids: list[int], logps: list[float] | None) -> None:
         """Append a sampled turn, cut at the completion's limit."""
         self._turn = ids = ids[: self.shared.max_tokens - len(self.ids)]
+        self.ids.turn_logps += [] if logps is None else [(len(self.ids), logps)]
         self.ids.extend(ids)
         self.ids.mask += [1] * len(ids)
         self.ids.logps += [0.0] * len(ids) if logps is None else logps[: len(ids)]

@@ -88,8 +88,8 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
             "keep one of the two",
         ),
         (
-            "grpo: {sampler_correction: token_mask, generation: continuous}",
-            "grpo.sampler_correction",
+            "grpo: {score_centering: 64, generation: continuous}",
+            "grpo.generation",
             "write grpo.generation: transformers",
         ),
         (
@@ -107,6 +107,16 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
             "grpo: {score_centering: 64, generation: vllm_server}",
             "grpo.generation",
             "write grpo.generation: transformers",
+        ),
+        (
+            "grpo: {score_centering: 64, top_entropy_quantile: 0.2}",
+            "grpo.top_entropy_quantile",
+            "write grpo.top_entropy_quantile: 1",
+        ),
+        (
+            "grpo: {score_centering: 64, off_policy_mask_threshold: 0.5}",
+            "grpo.off_policy_mask_threshold",
+            "write grpo.off_policy_mask_threshold: null",
         ),
         ("grpo: {score_centering: 64, loss_type: sapo}", "grpo.loss_type", "write grpo.loss_type: dapo"),
         ("train: {packing: true}", "train.packing", "write train.packing: false"),

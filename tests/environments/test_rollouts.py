@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from templates import TOOLS, make_renderer, make_tokenizer, whole_ids
 
 from sftplay.data.load_prompts import Question
@@ -25,6 +26,7 @@ from sftplay.environments.rollouts import (
 from sftplay.heartbeat import Heartbeat
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.reward.table import RewardValues
+from sftplay.tasks.grpo.sampler_check import SampledRow
 from sftplay.tasks.grpo.turns import Tokens, as_rollouts, count_sampled, read_records, roll_out
 
 FILE = Path(__file__).parent / "misbehaving.py"
@@ -277,3 +279,39 @@ def test_ranks_that_a_server_answers_together_have_the_room_of_the_rank_with_mos
         )  # fmt: skip
         roll_out(trainer, [question()], sample)
     assert seen == [60, 40]
+
+
+def test_the_samplers_likeliest_tokens_of_all_turns_are_joined_and_cut_at_the_limit(rollouts: Any):
+    said = list[torch.Tensor]()
+
+    def play(most: int) -> tuple[RolloutIds, SampledRow]:
+        script = Script(["first", "second"])
+
+        def sample(prompts: Any, *_: Any) -> Any:
+            ids, logps = script(prompts, 0)
+            rows = [SampledRow(row) for row in logps]
+            for row in rows:
+                row.top = torch.randint(9, (len(row), 3)), torch.rand(len(row), 3)
+                said.append(torch.stack([each.float() for each in row.top]))
+            return ids, rows
+
+        with rollouts(max_tokens=most, max_turns=2) as opened, pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sftplay.tasks.grpo.turns.has_sharded_weights", lambda _: False)
+            trainer = SimpleNamespace(
+                use_vllm=False, generation_config=SimpleNamespace(max_new_tokens=most), rollouts=opened,
+                heartbeat=Heartbeat(),
+            )  # fmt: skip
+            (ids,), (row,) = roll_out(trainer, [question()], sample)
+        return ids, row
+
+    whole = len(play(400)[0])
+    said.clear()
+    ids, row = play(whole - 2)
+    written = torch.tensor(ids.mask).bool()
+    assert (ids.record.n_turns, len(ids)) == (2, whole - 2)
+    assert list(row) == ids.logps
+    assert row.top is not None
+    tokens, logps = row.top
+    assert torch.equal(torch.stack([tokens.float(), logps])[:, written], torch.cat(said, 1)[:, :-2])
+    assert not written.all()
+    assert (logps[~written] == -torch.inf).all()

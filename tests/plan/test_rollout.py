@@ -16,6 +16,7 @@ from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.memory_setup import Adapter, MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
+from sftplay.tasks.grpo import generate
 from sftplay.tasks.grpo.generate import PromptSampler
 from sftplay.tasks.grpo.plan import CACHE, DRAW, ENGINE, SCORE, Rollout, cache_bytes, estimate_rollout
 from sftplay.train.upstream import fitted_tiles
@@ -109,6 +110,19 @@ def test_sampling_with_shared_prompts_takes_what_a_real_model_takes(prompt, comp
     assert beside == pytest.approx(live.peak, rel=0.1)
     alone = estimate_rollout(shape, ON_CPU, rollout=replace(rollout, group=1)).phases[DRAW]
     assert beside <= sum(alone[name] for name in (CACHE, "layer", "head"))
+
+
+def test_random_numbers_for_the_whole_batch_as_a_gpu_draws_them_take_no_more_than_planned(monkeypatch):
+    monkeypatch.setattr(generate, "draws_one_by_one", lambda: False)
+    model, shape = tiny(40_000)
+    how = GenerationConfig(do_sample=True, max_new_tokens=4, top_k=0, pad_token_id=0, eos_token_id=None)
+    sampler = PromptSampler(AdaptiveBatches(16, "generation"), rows_per_prompt=4)
+    sampler.usable = True
+    with Beside(model) as live, torch.no_grad(), sampler.within(model):
+        model.generate(**padded(16, 8), generation_config=how)
+    rollout = Rollout(completions=16, prompt_tokens=8, completion_tokens=4, micro_batch=1, group=4)
+    parts = estimate_rollout(shape, ON_CPU, rollout=rollout).phases[DRAW]
+    assert live.peak <= sum(parts[name] for name in (CACHE, "layer", "head"))
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

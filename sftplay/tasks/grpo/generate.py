@@ -496,16 +496,24 @@ class Noise:
 
     def draw(self, rows: Sequence[int], steps: Sequence[int]) -> Tensor:
         """Return the numbers of rows at their steps, fp32 [rows, words]."""
-        numbers = torch.empty(len(rows), self._words, device=self._device)
-        for step in sorted(set(steps)):
+        several, numbers = sorted(set(steps)), torch.empty(0)
+        if self._is_serial or len(several) > 1:
+            numbers = torch.empty(len(rows), self._words, device=self._device)
+        for step in several:
             places = [place for place, other in enumerate(steps) if other == step]
             self._source.set_state(self._states[step])
             is_new = step + 1 == len(self._states)
             if self._is_serial:
                 self._draw_apart(numbers, {rows[place]: place for place in places}, passes_rest=is_new)
             else:
-                whole = torch.empty(self._rows, self._words, device=self._device).exponential_(generator=self._source)
-                numbers[places] = whole[[rows[place] for place in places]]
+                found = torch.empty(self._rows, self._words, device=self._device).exponential_(generator=self._source)
+                wanted = [rows[place] for place in places]
+                if wanted != list(range(self._rows)):  # else a copy would take as much memory again
+                    found = found[wanted]
+                if len(several) == 1:
+                    numbers = found
+                else:
+                    numbers[places] = found
             if is_new:
                 self._states.append(self._source.get_state())
         return numbers

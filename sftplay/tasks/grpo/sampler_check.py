@@ -163,6 +163,7 @@ def record_logprobs(model: Any, *, top: int = 0) -> Iterator[list[SampledRow]]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     rows: list[SampledRow] = []
     generate, generate_batch = model.generate, getattr(model, "generate_batch", None)
+    replaced = {name: vars(model)[name] for name in ("generate", "generate_batch") if name in vars(model)}
 
     def generate_and_record(*given: Any, **named: Any) -> Any:
         record = TokenRecord(top)
@@ -184,6 +185,7 @@ def record_logprobs(model: Any, *, top: int = 0) -> Iterator[list[SampledRow]]:
         yield rows
     finally:
         del model.generate, model.generate_batch
+        vars(model).update(replaced)
 
 
 @dataclass(frozen=True)
@@ -286,8 +288,11 @@ class SamplerCheck:
         """Judge a rollout batch before it is learned from; every rank calls it. Above the bound, say the cause at once:
         once for each, and again where the difference has doubled.
         """
-        known = [batch for batch in micro_batches if read_gaps(batch) is not None] if self.every_steps else []
-        if not known:
+        if not self.every_steps or all(read_before(batch) is None for batch in micro_batches):
+            return
+        known = [batch for batch in micro_batches if read_gaps(batch) is not None]
+        # A rank may have sampled nothing (grpo.skip_zero_variance): the others would wait for it.
+        if not any(gather_objects(bool(known), trainer.heartbeat)):
             return
         reading = self._read(known, step=trainer.state.global_step, heartbeat=trainer.heartbeat)
         self.reading, self._largest = reading, max(reading.largest, self._largest or 0.0)
@@ -367,10 +372,15 @@ class SamplerCheck:
         )  # fmt: skip
 
 
+def read_before(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return the log-probabilities by the weights that sampled; where a rank has them, all ranks do."""
+    before: Tensor | None = batch.get("old_per_token_logps", batch.get(MODEL_LOGPS))
+    return before
+
+
 def read_gaps(batch: Mapping[str, Any]) -> Tensor | None:
     """Return the differences of a micro-batch's tokens, NaN where there is none; None where nothing is known."""
-    sampled = batch.get(SAMPLER_LOGPS)
-    before = batch.get("old_per_token_logps", batch.get(MODEL_LOGPS))
+    sampled, before = batch.get(SAMPLER_LOGPS), read_before(batch)
     if sampled is None or before is None:
         return None
     return (before.float() - sampled.float()).abs().masked_fill(~loss_mask(dict(batch)).bool(), torch.nan)

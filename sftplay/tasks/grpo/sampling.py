@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +23,7 @@ from sftplay.errors import RunError
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
+from sftplay.model.recomputation import nothing_recomputed
 from sftplay.tasks.grpo.generate import PromptSampler
 from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, loss_mask, order_by_length
 from sftplay.tasks.grpo.rollouts import (
@@ -332,14 +333,14 @@ class SamplingMixin(StepTrainerMixin):
         if self.cfg.grpo.generation != "transformers" or has_sharded_weights(self):  # there ranks generate in lockstep
             return False
         model, generate = self.accelerator.unwrap_model(self.model_wrapped), super()._generate_single_turn
-        with eval_mode(self.model_wrapped):
+        with sampling_mode(self):
             return self.prompt_sampler.is_usable(model, lambda: generate(prompt_ids, *given, **named))
 
     def _generate_rows(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         """Generate as TRL does, without dropout; with transformers as many completions at a time as memory allows."""
         if self._shares_prompts(prompt_ids, *given, **named):
             sampler = self.prompt_sampler
-            with eval_mode(self.model_wrapped), sampler.within(self.accelerator.unwrap_model(self.model_wrapped)):
+            with sampling_mode(self), sampler.within(self.accelerator.unwrap_model(self.model_wrapped)):
                 completion_ids, _ = super()._generate_single_turn(prompt_ids, *given, **named)
             return completion_ids, sampler.take_logps(map(len, completion_ids))
         if self.cfg.grpo.generation != "transformers":
@@ -350,7 +351,7 @@ class SamplingMixin(StepTrainerMixin):
 
         def generate(part: slice) -> list[list[int]]:
             self.heartbeat.enter(self.heartbeat.phase)  # a beat for each batch: only a single one can take too long
-            with eval_mode(self.model_wrapped), gathered_root(self.model_wrapped):
+            with sampling_mode(self), gathered_root(self.model_wrapped):
                 ids, _ = super(SamplingMixin, self)._generate_single_turn(prompt_ids[part], *given, **named)
             return list(ids)
 
@@ -418,7 +419,7 @@ class SamplingMixin(StepTrainerMixin):
         counts.tokens += sum(lengths)
         counts.label_tokens += int(learned.sum())
         self.heartbeat.enter("forward")
-        with self.variants.applied(inputs, mask=loss_mask(inputs), sampled=sampler_logps) as changed:
+        with self.variants.applied(inputs, mask=learned, sampled=sampler_logps) as changed:
             loss = super().compute_loss(model, changed, *given, **named)
             loss = self.variants.complete_loss(loss, inputs["advantages"])
         counts.padded_tokens += sum(lengths) if self._is_joined else prompts.numel() + completions.numel()
@@ -453,6 +454,14 @@ class SamplingMixin(StepTrainerMixin):
             **self.logprob_check.take(self.heartbeat),
             **self.variants.take_figures(self.heartbeat),
         }
+
+
+@contextmanager
+def sampling_mode(trainer: Any) -> Iterator[None]:
+    """Inside, the model has no dropout and recomputes nothing; afterwards it is as before, also where an error leaves
+    TRL's context, which then would not switch recomputation on again (trl 1.16, models/utils.py)."""
+    with eval_mode(trainer.model_wrapped), nothing_recomputed(trainer.accelerator.unwrap_model(trainer.model_wrapped)):
+        yield
 
 
 def _make_reward_stub(name: str) -> Any:

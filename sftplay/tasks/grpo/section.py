@@ -117,7 +117,8 @@ class GrpoConfig(Section):
 
     overlong_buffer: Positive | None = None
     """A penalty for length, added to the reward: 0 up to this many tokens before max_completion_length, then falling to
-    -1 there (soft overlong punishment, DAPO, arXiv 2503.14476, eq. 13). None sets none, as TRL does."""
+    -1 there (soft overlong punishment, DAPO, arXiv 2503.14476, eq. 13). In completions of several turns only what the
+    model wrote counts. None sets none, as TRL does."""
 
     top_entropy_quantile: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Share of the tokens that are learned from: those where the model was least sure. 0.2 is usual; 1 takes all. TRL's

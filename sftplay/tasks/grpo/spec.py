@@ -213,9 +213,6 @@ def _check_sampler_correction(cfg: RunConfig) -> Iterator[Problem]:
             (trl[0], CORRECTION), f"it is TRL's setting for what {CORRECTION} says", fix="keep one of the two"
         )
     for key in (*[CORRECTION] * corrects, *[CENTERING] * (grpo.score_centering is not None)):
-        if grpo.generation == "continuous":
-            what = "continuous batching gives no probabilities of its tokens"
-            yield Problem((key, "grpo.generation"), what, fix=f"write grpo.generation: transformers, or remove {key}")
         if cfg.tuning.mode != "full" and cfg.tuning.lora.dropout:
             what = "the model learns with dropout, which would count as another sampler"
             yield Problem((key, "tuning.lora.dropout"), what, fix="write tuning.lora.dropout: 0")
@@ -225,14 +222,21 @@ def _check_sampler_correction(cfg: RunConfig) -> Iterator[Problem]:
         what = f"{CENTERING} weights each token by itself, and {mode} whole completions"
         yield Problem((CORRECTION, CENTERING), what, fix="write token_truncate or token_mask")
     table = {
-        "grpo.generation": (grpo.generation.startswith("vllm"), "TRL hands on the sampled token alone", "transformers"),
+        "grpo.generation": (grpo.generation != "transformers", "others give the sampled token alone", "transformers"),
         "grpo.top_p": (grpo.top_p < 1, "left-out tokens have no probability to compare", "1"),
         "grpo.top_k": (grpo.top_k, "left-out tokens have no probability to compare", "0"),
         "grpo.min_p": (grpo.min_p, "left-out tokens have no probability to compare", "null"),
         "grpo.repetition_penalty": (grpo.repetition_penalty != 1, "the model learns without it", "1"),
         "grpo.share_prompts": (grpo.share_prompts is True, "it takes the scores of rows", "auto"),
+        "grpo.top_entropy_quantile": (
+            grpo.top_entropy_quantile < 1, "tokens that are not learned from would be centred too", "1",
+        ),
+        "grpo.off_policy_mask_threshold": (
+            grpo.off_policy_mask_threshold is not None, "completions that are not learned from would be centred too",
+            "null",
+        ),
         LOSS: (grpo.loss_type in ("sapo", "vespo"), "its weights are no ratios of probabilities", "dapo"),
-    }
+    }  # fmt: skip
     for key, (is_broken, why, fix) in table.items():
         if is_broken:
             yield Problem(

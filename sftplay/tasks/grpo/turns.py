@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
+import torch
+
 from sftplay.data.load_prompts import Question
 from sftplay.environments.rollouts import RolloutIds, TurnRecord
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.grpo.rollouts import replaced_attributes
+from sftplay.tasks.grpo.sampler_check import SampledRow
 from sftplay.train.preflight import has_sharded_weights
 
 
@@ -43,7 +46,21 @@ def roll_out(trainer: Any, questions: Sequence[Question], sample: Any) -> tuple[
 
     trainer.rollouts.beat = lambda: trainer.heartbeat.enter(trainer.heartbeat.phase)
     completions = trainer.rollouts.run(questions, sample_turn, count_going=find_most)
-    return completions, [ids.logps for ids in completions] if has_logps else None
+    return completions, list(map(join_logps, completions)) if has_logps else None
+
+
+def join_logps(ids: RolloutIds) -> SampledRow:
+    """Return what the sampler said of a completion, with the likeliest tokens of its turns: none where it did not
+    write."""
+    row = SampledRow(ids.logps)
+    for begin, logps in ids.turn_logps:
+        if isinstance(logps, SampledRow) and logps.top is not None:
+            if row.top is None:
+                shape = (len(ids), logps.top[0].shape[1])
+                row.top = torch.zeros(shape, dtype=torch.long), torch.full(shape, -torch.inf)
+            for whole, part in zip(row.top, logps.top, strict=True):
+                whole[begin : begin + len(part)] = part[: len(ids) - begin]
+    return row
 
 
 @contextmanager

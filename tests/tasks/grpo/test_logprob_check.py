@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from gloo_ranks import on_ranks
 from grpo_run import grpo_options
 from grpo_toy import letter_tokenizer, tiny_llama
 from in_process import Inputs, train
 from peft import LoraConfig, get_peft_model
 
 from sftplay.heartbeat import Heartbeat
-from sftplay.tasks.grpo.sampler_check import SamplerCheck, record_logprobs
+from sftplay.tasks.grpo.sampler_check import MODEL_LOGPS, SAMPLER_LOGPS, SamplerCheck, record_logprobs
 
 PROMPTS = [[0, 0, 5, 6], [7, 8, 9, 10]]
 
@@ -41,6 +44,31 @@ def test_what_is_noted_is_what_plain_transformers_gives_for_the_whole_text(has_a
         expected = scores.gather(1, text[4:, None])[:, 0]
         assert row == pytest.approx(expected.tolist(), abs=1e-4)
     assert "generate" not in vars(model)
+
+
+def test_a_generate_of_the_models_own_is_there_again_afterwards():
+    model: Any = tiny_llama(letter_tokenizer())
+    plain = model.generate
+    own = model.generate = lambda *given, **named: plain(*given, **named)
+    drawn, rows = draw(model)
+    assert [len(row) for row in rows] == [drawn.size(1) - 4] * 2
+    assert vars(model)["generate"] is own
+    assert "generate_batch" not in vars(model)
+
+
+def test_a_rank_that_sampled_nothing_judges_with_the_others(tmp_path: Path):
+    def work() -> Any:  # grpo.skip_zero_variance may leave a rank without a group
+        mask = torch.ones(2, 20)
+        batch = {"completion_mask": mask, MODEL_LOGPS: -2 * mask - 5e-6}
+        if os.environ["RANK"] == "0":
+            batch |= {SAMPLER_LOGPS: -2 * mask}
+        check = SamplerCheck(1)
+        check.judge(SimpleNamespace(state=SimpleNamespace(global_step=0), heartbeat=Heartbeat()), [batch])
+        assert check.reading is not None
+        return check.reading.counts, check.take(Heartbeat())["sampler_gap_max"]
+
+    first, second = on_ranks(2, work, tmp_path / "ranks")
+    assert first == second == ((32, 8, 0, 0), pytest.approx(5e-6, rel=0.1))
 
 
 def test_the_figures_by_hand():

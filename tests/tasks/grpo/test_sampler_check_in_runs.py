@@ -11,6 +11,7 @@ import torch
 from grpo_run import grpo_options
 from in_process import Finished, Inputs, train
 
+from sftplay.model.recomputation import is_recomputing
 from sftplay.report.remarks import find_remarks
 from sftplay.report.run_files import RunFiles
 from sftplay.tasks.grpo.sampler_check import SamplerCheck
@@ -56,6 +57,14 @@ def test_a_model_that_samples_itself_is_within_the_bound_whatever_dropout_learni
         assert 0 < line["sampler_gap"] <= line["sampler_gap_max"] < 1e-5 == line["sampler_gap_bound"]
         assert line["sampler_cause"] is None
     assert run.metrics[-1]["sampler_kl"] > 1e-6  # the dropout
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_a_run_computes_its_layers_anew_also_after_its_sampler_has_been_tried(prompts: Inputs, tmp_path: Path):
+    # The trial ends by an error, as memory does that runs out: TRL's own context then leaves recomputation off.
+    run = run_with(tmp_path, prompts, train__gradient_checkpointing=True)
+    assert run.trainer.prompt_sampler.usable
+    assert is_recomputing(run.trainer.model)
 
 
 def test_a_step_that_is_not_due_costs_microseconds():

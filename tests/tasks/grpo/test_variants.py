@@ -428,6 +428,18 @@ def test_a_run_with_every_variant_records_its_sampler_and_stays_near_the_plain_o
 
 
 @pytest.mark.slow
+def test_continuous_batching_is_corrected_by_what_it_says_of_its_tokens(prompts: Inputs, tmp_path: Path):
+    changes = {"train__max_steps": 2, "tuning__mode": "lora", "grpo__generation": "continuous"}
+    # Tokens beyond the first 20 are never sampled: each of the others is likelier than the model says.
+    keys: dict[str, Any] = {"grpo__temperature": 0.7, "grpo__top_k": 20, "grpo__sampler_correction": "token_mask"}
+    for low, cut in ((None, 0.0), (0.9, 1.0)):
+        run = train(
+            tmp_path / str(low), prompts, **grpo_options(prompts, **changes, **keys, grpo__sampler_ratio_min=low)
+        )
+        assert [line["sampler_cut_share"] for line in run.metrics] == [cut] * 2
+
+
+@pytest.mark.slow
 def test_a_run_that_stops_inside_a_rollout_batch_goes_on_with_all_that_its_variants_need(
     prompts: Inputs, tmp_path: Path
 ):
