@@ -69,8 +69,9 @@ if os.fork() == 0:
 os.wait()
 print(1)
 --- next call
-import glob
-own = [path for path in glob.glob('/proc/[0-9]*') if b'SFTPLAY_BOX' in open(path + '/environ', 'rb').read()]
+import glob, os
+seen = [path for path in glob.glob('/proc/[0-9]*/environ') if os.access(path, os.R_OK) and path != '/proc/1/environ']
+own = [path for path in seen if b'SFTPLAY_BOX' in open(path, 'rb').read()]
 print('escaped' if len(own) > 1 else 'held')
 === talks to an earlier call by a named socket | harmless
 import os, socket, time

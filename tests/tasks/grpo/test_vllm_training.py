@@ -171,6 +171,7 @@ class Run:
         return found
 
 
+@pytest.mark.long
 def test_runs_go_on_after_the_death_of_trainer_of_server_and_of_both(
     home: Path, trained: dict[str, Any], server: tuple[str, int], warm: Path
 ):
