@@ -69,9 +69,11 @@ if os.fork() == 0:
 os.wait()
 print(1)
 --- next call
-import glob, os
-seen = [path for path in glob.glob('/proc/[0-9]*/environ') if os.access(path, os.R_OK) and path != '/proc/1/environ']
-own = [path for path in seen if b'SFTPLAY_BOX' in open(path, 'rb').read()]
+import glob
+def read(path):
+    try: return open(path, 'rb').read()
+    except OSError: return b''
+own = [path for path in glob.glob('/proc/[0-9]*/environ') if b'SFTPLAY_BOX' in read(path)]
 print('escaped' if len(own) > 1 else 'held')
 === talks to an earlier call by a named socket | harmless
 import os, socket, time
