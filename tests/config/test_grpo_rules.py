@@ -203,3 +203,10 @@ def test_keys_of_variants_that_do_nothing_are_said(load):
     ]
     used = "sampler_correction: token_mask, sampler_ratio_max: 2, loss_type: dr_grpo, dr_grpo_divisor: 9"
     assert notes(load(f"{GRPO}grpo: {{{used}, entropy_coef: 0.1, entropy_mean: step}}\n")) == []
+
+
+def test_a_reward_that_has_the_name_of_the_penalty_for_length_is_refused(refusals):
+    text = "task_mode: grpo\nrewards: [{name: overlong_penalty, use: math}]\n"
+    (problem,) = refusals(f"{text}grpo: {{overlong_buffer: 64}}\n")
+    assert problem.where.endswith("rewards.0.name")
+    assert problem.fix == "give the reward another name"

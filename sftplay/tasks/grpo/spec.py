@@ -185,6 +185,10 @@ def _check_loss(cfg: RunConfig) -> Iterator[Problem]:
     if grpo.overlong_buffer is not None and grpo.overlong_buffer >= grpo.max_completion_length:
         what = f"{grpo.overlong_buffer} leaves no length without a penalty below {grpo.max_completion_length}"
         yield Problem(("grpo.overlong_buffer", COMPLETION), what, fix="write a quarter of it")
+    for n, reward in enumerate(cfg.rewards):
+        if grpo.overlong_buffer is not None and reward.name == "overlong_penalty":
+            what = "the penalty of grpo.overlong_buffer has this name among the rewards"
+            yield Problem((f"rewards.{n}.name", "grpo.overlong_buffer"), what, fix="give the reward another name")
     if grpo.entropy_mean == "step" and grpo.entropy_coef:
         for key, is_set in {
             "grpo.top_entropy_quantile": grpo.top_entropy_quantile < 1,
