@@ -88,7 +88,7 @@ def test_run_with_its_server_on_another_node_comes_back_with_it(project: Project
     said = lines_of_server(project, "served", job)
     assert len(re.findall("ready at", said)) == 2
     assert str(first) not in map(str, server_pids(project, job))
-    # Before each drawing the server has got the weights that learn, over the network between the nodes.
+    # Before each rollout batch the server has got the weights that learn, over the network between the nodes.
     assert max(line["sampler_gap"] for line in project.metrics("served")) <= 1e-5
 
 

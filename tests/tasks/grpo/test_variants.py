@@ -74,12 +74,12 @@ def make_trainer(folder: Path, grpo: dict[str, Any] | None = None, **named: Any)
     return trainer
 
 
-def with_sampler(batches: list[dict[str, Any]], spread: float = 0.6) -> list[dict[str, Any]]:
+def with_sampler(batches: list[dict[str, Any]], deviation: float = 0.6) -> list[dict[str, Any]]:
     """The micro-batches with a sampler near the older policy, one of whose values is unknown."""
     draw = torch.Generator().manual_seed(8)
     for batch in batches:
         noise = torch.randn(batch["completion_ids"].shape, generator=draw)
-        batch[SAMPLER_LOGPS] = batch["old_per_token_logps"] + spread * noise * batch["completion_mask"]
+        batch[SAMPLER_LOGPS] = batch["old_per_token_logps"] + deviation * noise * batch["completion_mask"]
         batch[SAMPLER_LOGPS][0, 0] = torch.nan
     return batches
 

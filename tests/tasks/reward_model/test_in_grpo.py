@@ -76,15 +76,17 @@ def test_its_scores_are_the_rewards_of_a_grpo_run_and_those_of_plain_transformer
 
 
 def write_endings(path: Path, tokenizer: Any, count: int, *, seed: int) -> Path:
-    """Write pairs of drawn tokens of which the one is better whose last letter is a vowel."""
+    """Write pairs of random tokens of which the one is better whose last letter is a vowel."""
     rng = random.Random(seed)
     texts = [text for text in map(tokenizer.decode, range(len(tokenizer))) if text.strip().isalpha()]
     ends = {is_vowel: [text for text in texts if (text[-1] in "aeiou") == is_vowel] for is_vowel in (True, False)}
 
-    def draw(*, vowel: bool) -> str:
+    def write_text(*, vowel: bool) -> str:
         return "".join(rng.choices(texts, k=rng.randint(1, 8))) + rng.choice(ends[vowel])
 
-    pairs = [{"prompt": str(n), "chosen": draw(vowel=True), "rejected": draw(vowel=False)} for n in range(count)]
+    pairs = [
+        {"prompt": str(n), "chosen": write_text(vowel=True), "rejected": write_text(vowel=False)} for n in range(count)
+    ]
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return path
 
