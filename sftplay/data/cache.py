@@ -175,14 +175,18 @@ def _note(cfg: RunConfig, note: dict[str, Any]) -> None:
 
 
 def _find_note(cfg: RunConfig) -> Path | None:
-    data, model, stamps = cfg.data, cfg.model, []
+    data, model, terms, stamps = cfg.data, cfg.model, cfg.tuning.new_tokens.path, []
     try:
-        for files in [list_files(path) for key, path in row_paths(cfg) if key != "data.test_path"]:
-            stamps.append([[str(file), (found := file.stat()).st_size, found.st_mtime_ns] for file in files])
+        files = [file for key, path in row_paths(cfg) if key != "data.test_path" for file in list_files(path)]
+        files += [Path(path) for path in (data.template, terms) if path and path not in ("auto", "chatml")]
+        for file in files:
+            found = file.stat()
+            stamps.append([str(file), found.st_size, found.st_mtime_ns])
     except (DataError, OSError):  # a data set of the hub, or a missing file
         return None
     rows = data.model_dump(exclude={"train_path", "val_path", "test_path", "processed_dir"})
     parts = {"files": stamps, "model": [model.name, model.revision, model.adapter, model.max_seq_len], "rows": rows}
+    parts["task"] = cfg.task_mode  # a pair is one row in dpo, and two in kto
     if cfg.learns_documents:
         sources = [source.model_dump(exclude={"name"}) for source in cfg.datasets]
         parts |= {"cpt": cfg.cpt.model_dump(exclude={"train_tokens"}), "sources": sources}
