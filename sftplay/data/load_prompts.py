@@ -144,7 +144,7 @@ def load_prompts(
     inputs = [Input(cfg.rows_path, held_out_share(cfg))]
     if data.val_path:
         inputs = [Input(cfg.rows_path, 0.0), Input(data.val_path, 1.0)]
-    guarded = [data.test_path] if data.test_path else []
+    guarded = [Input(data.test_path, 1.0)] if data.test_path else []
     prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, tools=tools)
     if not len(prompts.train):
         report = prompts.report
@@ -171,10 +171,16 @@ def load_held_out_prompts(
 
 
 def _load(
-    cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str], tools: str | None
+    cfg: RunConfig,
+    tokenizer: Any,
+    *,
+    template: str | None,
+    inputs: list[Input],
+    guarded: list[Input],
+    tools: str | None,
 ) -> Prompts:
     data, max_tokens = cfg.data, cfg.prompt_tokens
-    digests = {path: kept_digest(path, data.processed_dir) for path in (*(given.path for given in inputs), *guarded)}
+    digests = {given.path: kept_digest(given.path, data.processed_dir) for given in (*inputs, *guarded)}
     path = inputs[0].path
     _, first = next(iter(read_rows(path, read_dialect(data))), (None, {}))
     is_plain = not isinstance(first, Refused) and bool(read_beginning(first, reading=read_layout_options(data)))
@@ -219,8 +225,8 @@ class _Pass:
         self._columns: dict[str, None] = {}
         self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=_fix_long(cfg))
 
-    def run(self, inputs: list[Input], guarded: list[str], *, folder: Path) -> None:
-        for prompt in (prompt for path in guarded for prompt in self._prompts(path)):
+    def run(self, inputs: list[Input], guarded: list[Input], *, folder: Path) -> None:
+        for prompt in (prompt for given in guarded for prompt in self._prompts(given.path)):
             if isinstance(prompt, Prompt):
                 self._policies.guard(compute_keys(prompt.unanswered).prompt, prompt.source)
         with ExitStack() as files:

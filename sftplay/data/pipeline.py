@@ -77,7 +77,7 @@ def load_examples(
     inputs = [Input(cfg.rows_path, held_out_share(cfg))]
     if cfg.data.val_path:
         inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
-    guarded = [cfg.data.test_path] if cfg.data.test_path else []
+    guarded = [Input(cfg.data.test_path, 1.0)] if cfg.data.test_path else []
     examples = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, checked=checked)
     report = examples.report
     train = report["sources"].get("train")
@@ -114,13 +114,11 @@ def _load(
     *,
     template: str | None,
     inputs: Sequence[Input],
-    guarded: Sequence[str] = (),
+    guarded: Sequence[Input] = (),
     checked: Mapping[str, str] | None = None,
 ) -> Examples:
     # Digests come first, so that a missing file ends the run before any work.
-    digests = {
-        path: kept_digest(path, cfg.data.processed_dir) for path in (*(given.path for given in inputs), *guarded)
-    }
+    digests = {given.path: kept_digest(given.path, cfg.data.processed_dir) for given in (*inputs, *guarded)}
     samples = sample_records(cfg.data, inputs[0].path)
     # Plain texts need no template, and many base models have none.
     is_plain = bool(samples) and all(isinstance(sample, Text) for sample in samples) and not tokenizer.chat_template
@@ -160,13 +158,13 @@ def _load(
 
 
 def describe_rows(
-    data: DataConfig, inputs: Sequence[Input], *, guarded: Sequence[str], digests: Mapping[str, str], recipe: Recipe
+    data: DataConfig, inputs: Sequence[Input], *, guarded: Sequence[Input], digests: Mapping[str, str], recipe: Recipe
 ) -> dict[str, Any]:
     """Return everything that decides which tokens the rows become, except their length; json values."""
     return {
         "code": [CODE_VERSION, platform.python_version(), *map(version, READERS)],
         "files": [[given.path, digests[given.path], given.share] for given in inputs],
-        "guarded": [[path, digests[path]] for path in guarded],
+        "guarded": [[one.path, digests[one.path], *([one.share] if one.share < 1 else [])] for one in guarded],
         "renderer": asdict(recipe),
         "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
         "policies": [data.on_bad_row, data.too_long, data.duplicates, data.contamination],

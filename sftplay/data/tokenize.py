@@ -33,6 +33,7 @@ from sftplay.data.row_outcomes import (
     RowProcessor,
     Side,
     compute_keys,
+    is_held_out,
     total,
 )
 from sftplay.errors import DataError, MachineError
@@ -240,22 +241,22 @@ class Preparation:
         self._options = RowOptions(read_layout_options(data), max_tokens, data.too_long, only_held_out, only_chats)
         self._policies = RowPolicies(data, max_tokens)
 
-    def run(self, inputs: Sequence[Input], output: Output, *, guarded: Sequence[str] = ()) -> None:
+    def run(self, inputs: Sequence[Input], output: Output, *, guarded: Sequence[Input] = ()) -> None:
         """Read `inputs`, training rows first, and hand everything to `output`.
 
-        Rows of the files `guarded` must not be trained on, nor those that `inputs` hold out.
+        What `guarded` and `inputs` hold out must not be trained on.
         Raise DataError where a file cannot be read; or a bad, too long or leaked row, where the config says error: then
         the first five are named with file, line and reason, and all are counted. Or no end of turn is learned.
         """
-        for path in guarded:
-            self._guard(path)
+        for given in guarded:
+            self._guard(given)
         began = shown_at = time.monotonic()
         paths = [given.path for given in inputs]
         n_rows = count_rows(paths)
         n_read = n_done = output.begin(self._policies)
         for given in inputs:
             if n_done and given.share == 1.0:  # its rows are not read again
-                self._guard(given.path)
+                self._guard(given)
 
         def format_rate(n_rows: int, now: float) -> str:
             return f"{n_rows / max(now - began, 1e-3):,.0f} rows/s"
@@ -288,12 +289,13 @@ class Preparation:
             )
         output.finish(self._report(inputs))
 
-    def _guard(self, path: str) -> None:
-        for source, row in read_rows(path, self._dialect):
+    def _guard(self, given: Input) -> None:
+        for source, row in read_rows(given.path, self._dialect):
             if not isinstance(row, Refused):
                 with suppress(DataError):  # this row is counted when the file itself is measured on
-                    record = to_record(row, source, reading=self._options.reading)
-                    self._policies.guard(compute_keys(record).normal, source)
+                    keys = compute_keys(to_record(row, source, reading=self._options.reading))
+                    if is_held_out(keys, given.share):
+                        self._policies.guard(keys.normal, source)
 
     def _batches(self, inputs: Sequence[Input], n_done: int) -> Iterator[Work]:
         """Yield all batches of rows behind the first `n_done`."""

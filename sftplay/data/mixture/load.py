@@ -36,7 +36,7 @@ class SourceJob:
     recipe: Recipe
     max_tokens: int | None  # of a chat; None for documents, which are kept whole
     inputs: tuple[Input, ...]
-    guarded: tuple[str, ...]  # files with rows that must not be trained on
+    guarded: tuple[Input, ...]  # what they hold out must not be trained on
     digests: dict[str, str]  # of all files it reads
     id_bytes: int
     only_held_out: bool  # rows to train on are left out, because the source has weight 0
@@ -93,17 +93,21 @@ def list_source_jobs(cfg: RunConfig, tokenizer: Any, *, renderers: Mapping[Sourc
         inputs: tuple[Input, ...] = (Input(source.path, held_out_share(cfg, source)),)
         if source.val_path:
             inputs = Input(source.path, 0.0), Input(source.val_path, 1.0)
-        # Test rows, and held-out rows of other sources of the type, must not be trained on here either.
-        foreign = [cfg.data.test_path, *(other.val_path for other in cfg.sources if other.type == source.type)]
-        guarded = tuple(dict.fromkeys(path for path in foreign if path and path != source.val_path))
+        # Test rows, and held-out rows of other sources of the type, must not be trained on here either. What others
+        # split off by a share that is not larger is held out here too: the same hash decides.
+        others = [other for other in cfg.sources if other.type == source.type]
+        files = dict.fromkeys([cfg.data.test_path, *(other.val_path for other in others)])
+        guarded = [Input(path, 1.0) for path in files if path and path != source.val_path]
+        shares = {other.path: held_out_share(cfg, other) for other in others if not other.val_path and source.weight}
+        guarded += [Input(path, share) for path, share in shares.items() if share > inputs[0].share]
         jobs.append(
             SourceJob(
                 data=select_data_config(cfg, source.type),
                 recipe=renderers[source.type].recipe(),
                 max_tokens=cfg.row_tokens if source.type == "chat" else None,
                 inputs=inputs,
-                guarded=guarded,
-                digests={path: digests[path] for path in (*(given.path for given in inputs), *guarded)},
+                guarded=tuple(guarded),
+                digests={given.path: digests[given.path] for given in (*inputs, *guarded)},
                 id_bytes=id_bytes,
                 only_held_out=source.weight == 0,
             )

@@ -134,7 +134,7 @@ def load(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None
     inputs = [Input(cfg.rows_path, held_out_share(cfg))]
     if cfg.data.val_path:
         inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
-    guarded = [cfg.data.test_path] if cfg.data.test_path else []
+    guarded = [Input(cfg.data.test_path, 1.0)] if cfg.data.test_path else []
     pairs = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded)
     report = pairs.report
     if not len(pairs.train):
@@ -153,12 +153,12 @@ def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_templat
     return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)], guarded=[])
 
 
-def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str]) -> Pairs:
+def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[Input]) -> Pairs:
     data, takes_answers = cfg.data, takes_single_answers(cfg)
     if data.format != "auto":
         fix = "take the key out; columns with other names are mapped with data.columns"
         raise DataError("task modes of pairs find the layout of each row", where="data.format", fix=fix)
-    digests = {path: kept_digest(path, data.processed_dir) for path in (*(given.path for given in inputs), *guarded)}
+    digests = {given.path: kept_digest(given.path, data.processed_dir) for given in (*inputs, *guarded)}
     path = inputs[0].path
     is_plain = template is None and data.template == "auto" and not tokenizer.chat_template
     samples = sample_pairs(cfg, path, is_plain=is_plain)
@@ -247,9 +247,9 @@ class PairPreparation(Preparation):
         self._held_prompts: set[int] = set()
         self._seen: dict[Side, set[int]] = {side: set() for side in SIDES}
 
-    def _guard(self, path: str) -> None:
+    def _guard(self, given: Input) -> None:
         options = self._options
-        for source, row in read_rows(path, self._dialect):
+        for source, row in read_rows(given.path, self._dialect):
             if not isinstance(row, Refused):
                 with suppress(DataError):  # this row is counted when the file itself is measured on
                     pair = to_pair(
