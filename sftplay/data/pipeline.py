@@ -74,10 +74,7 @@ def load_examples(
     """
     if part := cfg.task.part("rows"):  # rows of another shape
         return cast("Examples", part.load_examples(cfg, tokenizer, renderer_template=renderer_template))
-    inputs = [Input(cfg.rows_path, held_out_share(cfg))]
-    if cfg.data.val_path:
-        inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
-    guarded = [Input(cfg.data.test_path, 1.0)] if cfg.data.test_path else []
+    inputs, guarded = list_inputs(cfg)
     examples = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, checked=checked)
     report = examples.report
     train = report["sources"].get("train")
@@ -96,6 +93,15 @@ def load_examples(
             " or data.too_long: drop, or truncate where the cut is meant",
         )
     return examples
+
+
+def list_inputs(cfg: RunConfig) -> tuple[list[Input], list[Input]]:
+    """Return the rows of a run, those to train on first; and other rows that must not be trained on."""
+    data = cfg.data
+    inputs = [Input(cfg.rows_path, held_out_share(cfg))]
+    if data.val_path:
+        inputs = [Input(cfg.rows_path, 0.0), Input(data.val_path, 1.0)]
+    return inputs, [Input(data.test_path, 1.0)] if data.test_path else []
 
 
 def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None = None) -> Examples:

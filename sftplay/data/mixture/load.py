@@ -22,7 +22,7 @@ from sftplay.data.pipeline import describe_rows, sample_records
 from sftplay.data.records import Chat, chat_from_json
 from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.render.templates import resolve_template
-from sftplay.data.row_outcomes import SIDES, Side
+from sftplay.data.row_outcomes import SIDES, Side, account_line
 from sftplay.data.tokenize import REFUSED, Input, Preparation
 
 STORE_VERSION = 1  # to be raised when the same tokens lie in a store in another way; older stores are then not used
@@ -179,10 +179,7 @@ def mixture_report(
 
 def mixture_table(report: Mapping[str, Any]) -> str:
     """Format the report for people."""
-    lines = [
-        f"data report      {report['read']:,} read = {report['kept']:,} kept + {report['cut']:,} cut"
-        f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
-    ]
+    lines = [account_line(report)]
     for name, source in report["sources"].items():
         held_out = source["held_out"]
         planned = f"read {source['planned_epochs']:.2f} times in {source['planned_rows']:,} rows"

@@ -14,17 +14,26 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
-from sftplay.config.data import held_out_share
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, kept_digest, note_lengths
 from sftplay.data.layouts import read_layout_options
 from sftplay.data.order import training_order
-from sftplay.data.pipeline import describe_rows
+from sftplay.data.pipeline import describe_rows, list_inputs
 from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Message, Refused, Source, chat_from_json
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import resolve_template
-from sftplay.data.row_outcomes import SIDES, Example, RowOutcome, RowPolicies, Side, where_rows_went
+from sftplay.data.row_outcomes import (
+    SIDES,
+    Example,
+    RowOutcome,
+    RowPolicies,
+    Side,
+    account_line,
+    left_out_lines,
+    source_lines,
+    where_rows_went,
+)
 from sftplay.data.tokenize import BATCH_ROWS, KEPT_WHOLE, REFUSED, REPORT, Input, Output, Preparation, refused_line
 from sftplay.errors import DataError
 from sftplay.tasks.preference.gate import Gate, gate_table
@@ -131,10 +140,7 @@ def load(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None
     Raise DataError where a file cannot be read, a row is bad and the config says error, the template cannot be proven,
     or no pair is left to train on.
     """
-    inputs = [Input(cfg.rows_path, held_out_share(cfg))]
-    if cfg.data.val_path:
-        inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
-    guarded = [Input(cfg.data.test_path, 1.0)] if cfg.data.test_path else []
+    inputs, guarded = list_inputs(cfg)
     pairs = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded)
     report = pairs.report
     if not len(pairs.train):
@@ -454,19 +460,8 @@ def find_mismatched(
 
 def pairs_table(report: Mapping[str, Any]) -> str:
     """Format the report for people."""
-    lines = [
-        f"data report      {report['read']:,} read = {report['kept']:,} kept + {report['cut']:,} cut"
-        f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
-    ]
     noun = report["unit"]
-    lines += [
-        f"  {name:<14} {source['examples']:,} {noun}, {source['tokens']:,} tokens,"
-        f" {source['trainable_token_share']:.1%} learned   {source['path']}"
-        for name, source in report["sources"].items()
-    ]
-    lines += [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in report["dropped"].items()]
-    if report["refused"]:
-        lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
+    lines = [account_line(report), *source_lines(report, noun), *left_out_lines(report)]
     if repeated := report["duplicates"] + report["near_duplicates"]:
         action = "left out" if "duplicate" in report["dropped"] else "kept"
         lines.append(f"  duplicates     {repeated:,} {noun} repeat an earlier one; {action}")
