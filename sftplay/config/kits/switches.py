@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.kits import conversions
+from sftplay.config.kits import conversions, rows
 from sftplay.config.kits.table import (
     Answer,
     Foreign,
@@ -276,22 +276,9 @@ def convert_rank(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
-    **conversions.CONVERSIONS,
-    "either": convert_either,
-    "number_format": convert_number_format,
-    "sampling": convert_sampling,
-    "pairs": convert_pairs,
-    "pair_loss": convert_pair_loss,
-    "vllm": convert_vllm,
-    "known_rewards": convert_known_rewards,
-    "completion": convert_completion,
-    "rollout": convert_rollout,
-    "ratio": convert_ratio,
-    "product": convert_product,
-    "rank": convert_rank,
-    "filled": convert_filled,
-    "only": convert_only,
-    "entries": convert_entries,
-    "without": convert_without,
-    "text": convert_text,
+    name.removeprefix("convert_"): function
+    for known in (vars(rows), vars(conversions), globals())
+    for name, function in known.items()
+    if name.startswith("convert_")
 }
+"""What a rule names with `by`: every function of this folder by its name behind `convert_`."""
