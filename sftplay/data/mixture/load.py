@@ -96,17 +96,19 @@ def list_source_jobs(cfg: RunConfig, tokenizer: Any, *, renderers: Mapping[Sourc
         # Test rows, and held-out rows of other sources of the type, must not be trained on here either. What others
         # split off by a share that is not larger is held out here too: the same hash decides.
         others = [other for other in cfg.sources if other.type == source.type]
-        files = dict.fromkeys([cfg.data.test_path, *(other.val_path for other in others)])
-        guarded = [Input(path, 1.0) for path in files if path and path != source.val_path]
-        shares = {other.path: held_out_share(cfg, other) for other in others if not other.val_path and source.weight}
-        guarded += [Input(path, share) for path, share in shares.items() if share > inputs[0].share]
+        files = [cfg.data.test_path, *(other.val_path for other in others)]
+        known = [Input(path, 1.0) for path in files if path and path != source.val_path]
+        if source.weight:
+            shares = ((other.path, held_out_share(cfg, other)) for other in others if not other.val_path)
+            known += [Input(path, share) for path, share in shares if share > inputs[0].share]
+        guarded = tuple(dict.fromkeys(known))
         jobs.append(
             SourceJob(
                 data=select_data_config(cfg, source.type),
                 recipe=renderers[source.type].recipe(),
                 max_tokens=cfg.row_tokens if source.type == "chat" else None,
                 inputs=inputs,
-                guarded=tuple(guarded),
+                guarded=guarded,
                 digests={given.path: digests[given.path] for given in (*inputs, *guarded)},
                 id_bytes=id_bytes,
                 only_held_out=source.weight == 0,
