@@ -61,7 +61,7 @@ def cell_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).upper()
     if isinstance(value, float):
-        return f"{value:.10g}"
+        return f"{value:.15g}"  # the digits that a sheet keeps
     if isinstance(value, datetime):
         at_midnight = (value.hour, value.minute, value.second) == (0, 0, 0)
         return value.date().isoformat() if at_midnight else value.isoformat(" ", "seconds")
