@@ -305,8 +305,12 @@ MOST_PAGE_BYTES = 32 << 20
 """Of one page. Its tree takes about ten times as much memory."""
 
 DECLARED = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
-BROWSERS = {"iso-8859-1": "cp1252", "latin-1": "cp1252", "latin1": "cp1252", "ascii": "cp1252", "us-ascii": "cp1252"}
-"""Names that stand for Windows' encoding in pages; https://encoding.spec.whatwg.org/#names-and-labels."""
+BROWSERS = {
+    **dict.fromkeys(("iso-8859-1", "latin-1", "latin1", "ascii", "us-ascii"), "cp1252"),
+    **dict.fromkeys(("utf-16", "utf-16le", "utf-16be", "utf16", "ucs-2"), "utf-8"),
+}
+"""Names that stand for Windows' encoding in pages (https://encoding.spec.whatwg.org/#names-and-labels), and for UTF-8:
+a page whose bytes spell the name is in none of these itself (HTML, "determining the character encoding")."""
 
 NAVIGATION_WORDS = """
     nav navbar navbox navbox-styles navigation menu sidebar breadcrumb breadcrumbs toc toctree-wrapper footer noprint
