@@ -132,9 +132,10 @@ def test_what_one_source_holds_out_is_not_trained_on_in_another_that_holds_out_l
     copy = {"name": "copy", "path": write_rows([document(n, 5) for n in range(60)], "copy.jsonl"), "type": "cpt"}
     sources = [{**copy, "split": 0.3}, {**copy, "name": "again", "path": copy["path"].with_name("again.jsonl")}]
     sources[1]["path"].write_bytes(copy["path"].read_bytes())
-    for less in ({"split": 0.1}, {"val_path": str(write_rows([document(99, 5)], "val.jsonl"))}):
+    val_path = str(write_rows([document(99, 5)], "val.jsonl"))
+    for less in ({"split": 0.1}, {"val_path": val_path}, {"split": 0.0, "path": copy["path"]}):
         pair = [sources[0], sources[1] | less]
-        with pytest.raises(DataError, match=r"again\.jsonl:\d+ is held out as well, at .*copy\.jsonl:\d+"):
+        with pytest.raises(DataError, match=r"\.jsonl:\d+ is held out as well, at .*copy\.jsonl:\d+"):
             load_mixture(mixed(pair), tokenizer)
         rows = load_mixture(mixed(pair, contamination="drop"), tokenizer)
         held_out, learned = (
