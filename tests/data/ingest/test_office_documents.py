@@ -318,6 +318,13 @@ def test_slides_give_title_list_table_and_notes_with_their_number_and_no_footer(
     ]
 
 
+def test_a_slide_whose_notes_are_gone_is_read_without_them(tmp_path):
+    path = write_pptx(tmp_path / "a.pptx", [shape(["Plan"], "title")], notes={1: ""})
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist() if "notesSlide1" not in name}
+    assert [block.text for block in extract(write_zip(path, parts)).blocks] == ["## Plan"]
+
+
 @needs_openpyxl
 def test_sheets_are_tables_with_dates_and_the_last_computed_values(tmp_path):
     import datetime

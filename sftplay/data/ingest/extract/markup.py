@@ -26,6 +26,7 @@ from sftplay.data.ingest.extract.document import (
     need,
     read_characters,
     split_plain,
+    to_fence,
     without_empty_contents,
 )
 
@@ -293,12 +294,6 @@ def _add_pre(element: Any, out: list[Block]) -> None:
     language = named[1] or named[2] if named else ""
     language = "" if language in ("default", "text", "none", "plaintext", "notranslate") else language
     out.append(to_fence(text, language))
-
-
-def to_fence(text: str, language: str) -> Block:
-    """Return code in a fence that is longer than every one in it."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
-    return Block(f"{fence}{language}\n{text}\n{fence}", "code")
 
 
 MOST_PAGE_BYTES = 32 << 20

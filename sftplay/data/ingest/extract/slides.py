@@ -91,8 +91,7 @@ def read_slides(path: Path, encoding: str) -> Extracted:
             for head in reversed(root.findall("h2")):  # a title comes first, wherever its shape is in the file
                 root.insert(0, head)
             for target in relations(archive, name).values():
-                if "notesSlide" in target:
-                    notes = archive.tree(target)
+                if "notesSlide" in target and (notes := archive.tree(target)) is not None:
                     _add_shapes(next((node for node in notes.iter() if local(node) == "spTree"), ()), root)
             blocks += [Block(block.text, block.kind, block.level, number) for block in find_blocks(root)]
         title = core_title(archive)
