@@ -56,7 +56,7 @@ class Watch:
                         self.longest_s = max(self.longest_s, used.user + used.system)
                     else:
                         self.others_peak_bytes = max(self.others_peak_bytes, held)
-            time.sleep(0.05)  # as often as the kit itself looks; to list all processes takes a while
+            time.sleep(0.02)
 
 
 def fill(home: Path, hostile: tuple[Hostile, ...]) -> Path:
