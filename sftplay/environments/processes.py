@@ -16,23 +16,19 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
-from multiprocessing import get_context
-from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, get_type_hints
 
 from sftplay.config.rewards import ENVIRONMENT
 from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError, nearest_names
-from sftplay.reward.reward_set import LONGEST_REASON, START_S, kill_group
+from sftplay.reward.reward_set import START_S, describe_error, kill_group, settle_process, start_process
 from sftplay.reward.table import RewardValues, load_function
-from sftplay.signals import STOP_SIGNALS, die_with_parent, outlive_parent
+from sftplay.signals import die_with_parent, outlive_parent
 
 if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
@@ -105,20 +101,9 @@ class EnvironmentHost:
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         self._lock = threading.Lock()
-        context = get_context("spawn")  # a new interpreter: nothing of this one is forked, so CUDA may be in use here
         self._control, child_end = socket.socketpair()
-        process = context.Process(
-            target=_host, args=(child_end, spec), kwargs={"parent": os.getpid(), "describes": describes}, daemon=True
-        )
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that until it can ignore them
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._process, self._at_exit = start_process(self, _host, child_end, spec, describes=describes)
         child_end.close()
-        self._process = process
-        # At its exit this interpreter sends SIGTERM and waits for what it has started; the process ignores SIGTERM.
-        self._at_exit = Finalize(self, kill_group, args=(process,), exitpriority=0)
         try:
             loaded = _receive(self._control, START_S)
         except (OSError, EOFError, ValueError) as error:
@@ -270,14 +255,12 @@ def open_single_turns(cfg: RunConfig) -> Iterator[dict[str, SingleTurns]]:
         yield {reward.name: tried for reward in cfg.rewards if reward.use == ENVIRONMENT}
 
 
-def describe_status(status: int | None) -> str:
+def describe_status(status: int) -> str:
     """Describe an exit status of `os.waitpid`.
 
     >>> describe_status(9), describe_status(256)
     ('signal SIGKILL', 'exit code 1')
     """
-    if status is None:
-        return "for an unknown reason"
     if os.WIFSIGNALED(status):
         return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
     return f"exit code {os.WEXITSTATUS(status)}"
@@ -331,12 +314,7 @@ def _receive(pipe: socket.socket, limit_s: float | None) -> dict[str, Any]:
 
 
 def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describes: bool) -> None:
-    die_with_parent(parent)
-    for number in STOP_SIGNALS:  # the parent decides when to stop
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    os.setpgid(0, 0)
-    os.dup2(2, 1)  # what make prints is no output of the command
+    settle_process(parent)
     # Copies share the cores, and a fork keeps no threads.
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     with suppress(EOFError, OSError):  # the parent has left
@@ -408,7 +386,7 @@ def _make(spec: EnvironmentSpec) -> tuple[Any, dict[str, Callable[..., Any]], se
         except SftplayError:
             raise
         except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
-            what = f"{spec.environment} cannot be made: {_say(error)}"
+            what = f"{spec.environment} cannot be made: {describe_error(error)}"
             raise ConfigError(what, where=key, fix="mend it, or grpo.environment_options") from None
         _check_methods(environment, spec.environment, where=key)
     tools = dict[str, Callable[..., Any]]()
@@ -461,7 +439,7 @@ def _prepare(prepare: Callable[..., Any], name: str, options: Mapping[str, Any])
     except SftplayError:
         raise
     except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
-        what = f"{name} cannot be prepared: {_say(error)}"
+        what = f"{name} cannot be prepared: {describe_error(error)}"
         raise ConfigError(what, where=where, fix=f"mend {name}.prepare, or its options") from None
 
 
@@ -563,7 +541,7 @@ def _answer(
     except Failed as error:
         return {"failure": str(error)}
     except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
-        return {"failure": _say(error)}
+        return {"failure": describe_error(error)}
 
 
 def read_step(answer: Any) -> tuple[str | None, float | None, bool]:
@@ -596,12 +574,3 @@ def expect_text(value: Any) -> str:
     except UnicodeError:
         raise Failed("returned something that is not valid Unicode") from None
     return value
-
-
-def _say(error: BaseException) -> str:
-    """Say what foreign code raised, with the line of its file."""
-    said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
-    # Lines of the kit's own code say nothing.
-    frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent)
-    foreign = [frame for frame in frames if not frame.filename.startswith(package)]
-    return f"{said} ({Path(foreign[-1].filename).name}:{foreign[-1].lineno})" if foreign else said

@@ -66,29 +66,13 @@ class RewardWorker:
         return scores
 
     def start(self) -> None:
-        """Start its process, if none runs, without waiting for it.
-
-        The process is a new interpreter: nothing of this one is forked, so CUDA may be in use here. Signals that stop a
-        run do not end it: the run wants the values of the step that it is in.
-        """
+        """Start its process, if none runs, without waiting for it."""
         if self._pipe is not None:
             return
-        context = multiprocessing.get_context("spawn")
-        ours, child_end = context.Pipe()
-        named = {"options": self.options, "parent": os.getpid()}
-        process = context.Process(
-            target=_serve, args=(child_end, self.use), kwargs=named, daemon=True, name=f"reward {self.use}"
-        )
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that until it can ignore them
-        try:
-            process.start()
-            self._process = process
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ours, child_end = multiprocessing.Pipe()
+        self._process, self._at_exit = start_process(self, _serve, child_end, self.use, options=self.options)
         child_end.close()
         self._pipe, self._is_ready = ours, False
-        # At its exit this interpreter sends SIGTERM and waits for what it has started; the process ignores SIGTERM.
-        self._at_exit = Finalize(self, kill_group, args=(process,), exitpriority=0)
 
     def stop(self) -> None:
         """End its process from another thread than the one that may wait for it; no other process follows."""
@@ -153,12 +137,49 @@ class RewardWorker:
         return values
 
 
+def start_process(owner: object, target: Callable[..., None], *given: Any, **named: Any) -> tuple[Any, Finalize]:
+    """Start `target` with these arguments and `parent`, this process's id; return the process, and what ends it with
+    this interpreter unless `owner` cancels it. The target calls `settle_process` first.
+
+    It is a new interpreter: nothing of this one is forked, so CUDA may be in use here. Signals that stop a run do not
+    end it: the run wants the values of the step that it is in.
+    """
+    named["parent"] = os.getpid()
+    process = multiprocessing.get_context("spawn").Process(target=target, args=given, kwargs=named, daemon=True)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that until it can ignore them
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # At its exit this interpreter sends SIGTERM and waits for what it has started; the process ignores SIGTERM.
+    return process, Finalize(owner, kill_group, args=(process,), exitpriority=0)
+
+
+def settle_process(parent: int) -> None:
+    """Make this process one for foreign code: it ends with its parent, and not by the signals that stop a run."""
+    die_with_parent(parent)
+    for number in STOP_SIGNALS:  # the parent decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    os.setpgid(0, 0)
+    os.dup2(2, 1)  # what foreign code prints is no output of the command
+
+
 def kill_group(process: Any) -> None:
-    """End a reward's process and the processes that it has started, unless they have left its group."""
+    """End a process and the processes that it has started, unless they have left its group."""
     with suppress(OSError):  # it is reaped already: its number may be another's now
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe what foreign code raised, with the line of its file; lines of the kit's own code say nothing."""
+    said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
+    frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parents[1])
+    foreign = [frame for frame in frames if not frame.filename.startswith(package)]
+    lines = [frame.lineno for frame in foreign if frame.filename == foreign[0].filename]
+    return f"{said} ({Path(foreign[0].filename).name}:{lines[-1]})" if foreign else said
 
 
 def check_values(answer: Any, n: int) -> RewardValues:
@@ -187,12 +208,7 @@ def check_values(answer: Any, n: int) -> RewardValues:
 
 
 def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) -> None:
-    die_with_parent(parent)
-    for number in STOP_SIGNALS:  # the parent decides when to stop
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    os.setpgid(0, 0)
-    os.dup2(2, 1)  # what the function prints is no output of the command
+    settle_process(parent)
     pid = os.getpid()
     with suppress(EOFError, OSError):  # the parent has left
         try:
@@ -217,13 +233,7 @@ def _answer(function: Callable[..., Any], given: dict[str, Any]) -> RewardValues
     except SftplayError as error:
         return RewardValues([None] * n, [str(error)[:LONGEST_REASON]])
     except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
-        said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
-        # With the line of the user's file; lines of the kit's own code say nothing.
-        frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parents[1])
-        foreign = [frame for frame in frames if not frame.filename.startswith(package)]
-        lines = [frame.lineno for frame in foreign if frame.filename == foreign[0].filename]
-        place = f" ({Path(foreign[0].filename).name}:{lines[-1]})" if frames[-1] in foreign and lines else ""
-        return RewardValues([None] * n, [f"{said}{place}"])
+        return RewardValues([None] * n, [describe_error(error)])
     return answer if isinstance(answer, RewardValues) else check_values(answer, n)
 
 
