@@ -23,12 +23,21 @@ from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, get_type_hints
 
+import psutil
+
 from sftplay.config.rewards import ENVIRONMENT
 from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError, nearest_names
-from sftplay.reward.reward_set import START_S, describe_error, kill_group, settle_process, start_process
+from sftplay.reward.reward_set import (
+    START_S,
+    describe_error,
+    forget_secrets,
+    kill_group,
+    settle_process,
+    start_process,
+)
 from sftplay.reward.table import RewardValues, load_function
-from sftplay.signals import die_with_parent, outlive_parent
+from sftplay.signals import adopt_orphans, die_with_parent, outlive_parent
 
 if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
@@ -138,10 +147,11 @@ class EnvironmentHost:
             raise Failed(f"could not start: {data.decode(errors='replace')}")
         return EnvironmentProcess(self, int(data), socket.socket(fileno=found[0]))
 
-    def end(self, pid: int) -> int | None:
-        """End a copy with the processes that it started; return its exit status as of `os.waitpid`, where known."""
+    def end(self, pid: int, *, is_alone: bool) -> int | None:
+        """End a copy with the processes that it started; return its exit status as of `os.waitpid`, where known.
+        `is_alone`: it is known to have none, which spares a look at all processes of the machine."""
         with self._lock, suppress(OSError, EOFError, ValueError):
-            self._control.sendall(json.dumps({"end": pid}).encode() + b"\n")
+            self._control.sendall(json.dumps({"end": pid, "is_alone": is_alone}).encode() + b"\n")
             return int(_receive(self._control, START_S)["status"])
         return None
 
@@ -174,6 +184,7 @@ class EnvironmentProcess:
 
     def __init__(self, host: EnvironmentHost, pid: int, pipe: socket.socket) -> None:
         self._host, self._pid, self._pipe, self.is_over = host, pid, pipe, False
+        self._is_alone = True  # it has started no process that still lives
 
     def ask(self, deadline_s: float | None = None, **request: Any) -> Any:
         """Send a request (`reset=row`, `step=text`, `call=name, arguments={}`, `close=True`) and return its answer.
@@ -185,6 +196,7 @@ class EnvironmentProcess:
         if self.is_over:
             raise Failed("has ended before")
         limit_s = deadline_s or self._host.spec.deadline_s
+        self._is_alone = False  # nothing is known until it has answered
         try:
             self._pipe.settimeout(limit_s)
             self._pipe.sendall(json.dumps(request).encode() + b"\n")
@@ -197,6 +209,7 @@ class EnvironmentProcess:
             if status is None:  # nobody is left who waits for it
                 raise self._host.death() from None
             raise Failed(f"died ({describe_status(status)})") from None
+        self._is_alone = answer["is_alone"]
         if "failure" in answer:
             raise Failed(answer["failure"])
         return answer["answer"]
@@ -207,7 +220,7 @@ class EnvironmentProcess:
             return None
         self.is_over = True
         self._pipe.close()
-        return self._host.end(self._pid)
+        return self._host.end(self._pid, is_alone=self._is_alone)
 
 
 class SingleTurns:
@@ -258,11 +271,12 @@ def open_single_turns(cfg: RunConfig) -> Iterator[dict[str, SingleTurns]]:
 def describe_status(status: int) -> str:
     """Describe an exit status of `os.waitpid`.
 
-    >>> describe_status(9), describe_status(256)
-    ('signal SIGKILL', 'exit code 1')
+    >>> describe_status(9), describe_status(40), describe_status(256)
+    ('signal SIGKILL', 'signal 40', 'exit code 1')
     """
     if os.WIFSIGNALED(status):
-        return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
+        number = os.WTERMSIG(status)
+        return f"signal {next((known.name for known in signal.Signals if known == number), number)}"
     return f"exit code {os.WEXITSTATUS(status)}"
 
 
@@ -315,6 +329,7 @@ def _receive(pipe: socket.socket, limit_s: float | None) -> dict[str, Any]:
 
 def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describes: bool) -> None:
     settle_process(parent)
+    forget_secrets()
     # Copies share the cores, and a fork keeps no threads.
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     with suppress(EOFError, OSError):  # the parent has left
@@ -337,13 +352,16 @@ def _fork_copies(
 ) -> None:
     """Do what the parent asks for until it has left, and end the copies then."""
     outlive_parent()  # its death shows here, and copies may have started processes
-    copies = set[int]()
+    copies, kept = set[int](), {child.pid for child in psutil.Process().children()}  # which `make` has started
     try:
         while True:
             order = _receive(control, None)
             if "end" in order:
                 copies.discard(order["end"])
-                control.sendall(json.dumps({"status": _end(order["end"])}).encode() + b"\n")
+                status = _end(order["end"])
+                if not order["is_alone"]:
+                    _end_orphans(kept | copies)
+                control.sendall(json.dumps({"status": status}).encode() + b"\n")
                 continue
             sys.stdout.flush()
             sys.stderr.flush()
@@ -366,6 +384,7 @@ def _fork_copies(
         for pid in copies:
             with suppress(OSError):
                 _end(pid)
+        _end_orphans(kept)
 
 
 def _end(pid: int) -> int:
@@ -374,6 +393,15 @@ def _end(pid: int) -> int:
         with suppress(OSError):
             kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
+
+
+def _end_orphans(known: set[int]) -> None:
+    """End what a copy has left in sessions of its own: with the copy's death it has become this process's."""
+    while orphans := [child.pid for child in psutil.Process().children() if child.pid not in known]:
+        for pid in orphans:  # what they have started comes after them
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def _make(spec: EnvironmentSpec) -> tuple[Any, dict[str, Callable[..., Any]], set[str]]:
@@ -497,21 +525,31 @@ def _serve(
         pid = os.getpid()
         os.setpgid(0, 0)
         die_with_parent(host)
+        adopt_orphans()  # they stay below this copy as long as it lives
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         nowhere = os.open(os.devnull, os.O_RDWR)  # what is printed is lost: 200 MB would fill the log
         for number in range(3):
             os.dup2(nowhere, number)
         random.seed(seed)
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+            sys.modules["numpy"].random.seed(random.Random(seed).getrandbits(32))
         while True:
             request = _receive(pipe, None)
-            answer = _answer(request, environment, tools, options)
+            answer = {**_answer(request, environment, tools, options), "is_alone": _is_alone()}
             if os.getpid() != pid:
                 os._exit(0)  # the foreign code forked: two processes would answer
             pipe.sendall(json.dumps(answer).encode() + b"\n")
     finally:
         os._exit(0)
+
+
+def _is_alone() -> bool:
+    """Return whether this process has no child, dead ones that nobody has waited for included."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
 
 
 def _answer(

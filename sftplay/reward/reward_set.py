@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import traceback
 from collections import deque
@@ -22,9 +23,9 @@ from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sftplay.errors import ConfigError, RunError, SftplayError
+from sftplay.errors import ConfigError, RunError, SftplayError, without_secrets
 from sftplay.reward.table import SHIPPED, RewardValues, is_user_function, judges_form, load_function
-from sftplay.signals import STOP_SIGNALS, die_with_parent
+from sftplay.signals import STOP_SIGNALS, adopt_orphans, die_with_parent
 
 if TYPE_CHECKING:  # the process of a reward starts faster without
     from sftplay.config.run import RunConfig
@@ -38,6 +39,12 @@ OPEN_S = 1800.0
 """How long it may take to read a model."""
 
 LONGEST_REASON = 500
+
+PASSED = "SFTPLAY_PASS_"
+"""A variable of the environment that begins so reaches foreign code under the rest of its name, whatever it holds."""
+
+_SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH|KEY", re.IGNORECASE)
+"""Names of variables that foreign code does not get, as little as those that hold what no log shows."""
 
 
 class RewardWorker:
@@ -163,19 +170,44 @@ def settle_process(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.setpgid(0, 0)
     os.dup2(2, 1)  # what foreign code prints is no output of the command
+    adopt_orphans()  # so that `kill_group` finds them
+
+
+_forgotten = set[str]()  # names of the secrets that this process got and does not show
+
+
+def forget_secrets() -> None:
+    """Remove the secrets from this process's environment, but for those that are passed on purpose."""
+    found = dict(os.environ)
+    for name, value in found.items():
+        holds_secret = without_secrets(value) != value and not name.lower().endswith("_proxy")
+        if name.startswith(PASSED) or holds_secret or _SECRET.search(name):
+            _forgotten.add(name)
+            del os.environ[name]
+    passed = {name.removeprefix(PASSED): value for name, value in found.items() if name.startswith(PASSED)}
+    os.environ.update(passed)
+    _forgotten.difference_update(passed)
 
 
 def kill_group(process: Any) -> None:
-    """End a process and the processes that it has started, unless they have left its group."""
-    with suppress(OSError):  # it is reaped already: its number may be another's now
+    """End a process and all that it has started: its group, and what is below it in others."""
+    import psutil
+
+    with suppress(OSError, psutil.Error):  # it is reaped already: its number may be another's now
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        started = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)
+        for child in started:
+            with suppress(psutil.Error):
+                child.kill()
     process.kill()
 
 
 def describe_error(error: BaseException) -> str:
     """Describe what foreign code raised, with the line of its file; lines of the kit's own code say nothing."""
     said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
+    if missed := [name for name in sorted(_forgotten) if name in said]:
+        said += f" (secrets are not passed on: export {PASSED}{missed[0]} for this function)"
     frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parents[1])
     foreign = [frame for frame in frames if not frame.filename.startswith(package)]
     lines = [frame.lineno for frame in foreign if frame.filename == foreign[0].filename]
@@ -212,6 +244,8 @@ def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) 
     pid = os.getpid()
     with suppress(EOFError, OSError):  # the parent has left
         try:
+            if not (use in SHIPPED and SHIPPED[use].is_opened):  # a model may come from the hub
+                forget_secrets()
             function: Any = load_function(use) if is_user_function(use) else SHIPPED[use].load()
             if use in SHIPPED and SHIPPED[use].is_opened:
                 function, options = function(**options), {}
@@ -427,6 +461,8 @@ class MissingRewardMonitor:
             reasons = "; ".join(list(dict.fromkeys(reason for column in columns for reason in column.reasons))[:3])
             if "sandbox failed" in reasons:
                 fix = "`make sandbox ARGS=--self-test` says what is wrong with the boxes; then resume"
+            elif "the environment" in reasons:
+                fix = "mend the environment, or raise grpo.step_deadline where it took longer; then resume"
             elif "took longer" in reasons or "did not start" in reasons:
                 fix = f"raise rewards.{name}.deadline, or make the function faster; then resume"
             else:
