@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import CHATML
+from grpo_run import grpo_inputs, grpo_options
+from in_process import sized, written_config
 from templates import TOOLS, make_renderer, make_tokenizer, whole_ids
 
 from sftplay.data.load_prompts import Question
@@ -23,10 +28,13 @@ from sftplay.environments.rollouts import (
     compute_turn_figures,
     turn_columns,
 )
+from sftplay.errors import DataError
 from sftplay.heartbeat import Heartbeat
+from sftplay.model.tokenizer import load_tokenizer
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.reward.table import RewardValues
 from sftplay.tasks.grpo.sampler_check import SampledRow
+from sftplay.tasks.grpo.task import load_rows
 from sftplay.tasks.grpo.turns import Tokens, as_rollouts, count_sampled, read_records, roll_out
 
 FILE = Path(__file__).parent / "misbehaving.py"
@@ -162,6 +170,20 @@ def test_a_call_that_fails_is_answered_and_the_game_goes_on(rollouts: Any, text:
     assert (ids.record.ended, ids.record.reward) == ("done", 1.0)  # the environment has lost nothing
     if "after" in text:
         assert [turn["content"] for turn in tools[1:]] == ["AFTER"]
+
+
+def test_a_turn_with_many_calls_that_hang_is_not_silent(rollouts: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sftplay.environments.rollouts.BEAT_S", 0.2)
+    beats = list[float]()
+    with rollouts() as opened:
+        opened.beat = lambda: beats.append(time.monotonic())
+        script = Script(["x", "\n".join([call("hang")] * 3), "y"])
+        began = time.monotonic()
+        (ids,) = opened.run([question()], script)
+        pauses = [after - before for before, after in pairwise([began, *beats])]
+    assert ids.record.n_failures == 3
+    assert sum(pauses) > 15  # three deadlines of 5 s
+    assert max(pauses) < 9
 
 
 @pytest.mark.parametrize("name", [r"\ud83d", r"order\u0000", "<|im_end|>", "a b"])
@@ -315,3 +337,17 @@ def test_the_samplers_likeliest_tokens_of_all_turns_are_joined_and_cut_at_the_li
     assert torch.equal(torch.stack([tokens.float(), logps])[:, written], torch.cat(said, 1)[:, :-2])
     assert not written.all()
     assert (logps[~written] == -torch.inf).all()
+
+
+def test_a_template_that_is_unfit_for_turns_is_refused_with_the_rows_before_a_model_is_opened(
+    builtin_tiny: Path, tmp_path: Path
+):
+    template = tmp_path / "forgets.jinja"
+    written = "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
+    forgets = "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>{% endgeneration %}"
+    template.write_text(CHATML.replace(written, forgets))
+    changes = {"grpo__environment": "twenty_questions", "model__max_seq_len": 256, "data__template": str(template)}
+    inputs = grpo_inputs(builtin_tiny, tmp_path)
+    cfg = sized(written_config(tmp_path, inputs, **grpo_options(inputs, **changes)))
+    with pytest.raises(DataError, match="is refused for turns"):
+        load_rows(cfg, load_tokenizer(cfg.model))
