@@ -159,6 +159,15 @@ def test_a_run_that_would_learn_from_such_a_reward_does_not_begin(tmp_path, user
     assert main(["train", "--config", path, *small, "--dry-run"]) == 0
 
 
+def test_a_column_that_no_row_has_is_missed_also_where_nothing_can_be_tried():
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    for use, column in (("code_tests", "tests"), ("exact_match", "answer")):
+        rewards = [{"name": "it", "use": use}]
+        cfg = RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": rewards})
+        with pytest.raises(DataError, match=f"the reward it reads the column {column}, which no row has"):
+            check_before_training(cfg, rows, rewards=None)
+
+
 def test_what_is_only_measured_or_judges_form_does_not_stop_a_run(user, capsys):
     form = {"name": "brief", "use": f"{user}:is_short", "judges": "form"}
     measured = {"name": "constant", "use": f"{user}:constant", "weight": 0}
