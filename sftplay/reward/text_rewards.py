@@ -121,8 +121,8 @@ Count = Annotated[int, Field(ge=0)]
 Form = Literal["code_block", "reasoning", "answer_tag", "boxed", "hashes"]
 
 _FORMS = {
-    "reasoning": r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)*\S(?:(?!</?think>).)*",
-    "answer_tag": r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)*\S(?:(?!</?answer>).)*</answer>\s*",
+    "reasoning": r"\s*<think>(?:(?!</?think>).)+</think>\s*(?=\S)(?:(?!</?think>).)+",
+    "answer_tag": r"(?:(?!</?answer>).)*<answer>\s*(?=\S)(?:(?!</?answer>).)+</answer>\s*",
     "boxed": r"(?:(?!\\boxed\{).)*\\boxed\{(?:(?!\\boxed\{).)+\}(?:(?!\\boxed\{)[^\n])*\s*",
     "hashes": r"(?:(?!####).)*####[ \t]*[^\s#][^\n#]*\s*",
 }

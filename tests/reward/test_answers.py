@@ -50,10 +50,12 @@ CHEATS = {
     "answer_tag": [
         "", "42", "<answer></answer>", "<answer>1</answer><answer>2</answer>", "42</answer>",
         "<answer>42</answer> or 43", "</answer>42<answer>", "<ANSWER>42</ANSWER>",
+        "<answer><answer>42</answer>", "<answer>" + "x " * 20_000 + "<answer>",
     ],
     "reasoning": [
         "", "42", "<think></think>42", "<think>a</think>", "a</think>42", "<think>a</think><think>b</think>42",
-        "so <think>a</think>42", "<think><think>a</think></think>42",
+        "so <think>a</think>42", "<think><think>a</think></think>42", "<think>a</think><think>b",
+        "<think>a</think>" + "x " * 20_000 + "</think><think>",
     ],
     "hashes": ["", "42", "####", "#### ", "#### 42\nmore", "#### 1\n#### 2", "### 42", "####\n42", "#### #### 42"],
     "syntax": [
