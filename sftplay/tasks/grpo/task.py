@@ -173,7 +173,7 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
             evenly_spaced(parts.rows.source.held_out, cfg.eval.limit),
             scorer=scorer,
             folder=parts.folder.eval,
-            every_steps=cfg.train.eval_steps or parts.rows.order.steps_per_epoch,
+            every=cfg.train.eval_steps or parts.rows.order.steps_per_epoch,
             prompt_version=parts.rows.source.renderer.template_hash,
         )
         trainer.add_callback(evaluation)
