@@ -33,15 +33,15 @@ def _is_schema(schema: Any) -> Any:
     from jsonschema import SchemaError, validators
 
     try:
-        if isinstance(schema, Mapping):
-            validators.validator_for(schema).check_schema(schema)
-    except SchemaError as error:
-        raise ValueError(f"it is no JSON schema, {error.message}") from error
+        written = json.loads(schema) if isinstance(schema, str) else schema
+        validators.validator_for(written).check_schema(written)
+    except (SchemaError, ValueError) as error:
+        raise ValueError(f"it is no JSON schema, {getattr(error, 'message', error)}") from error
     return schema
 
 
 Pattern = Annotated[str, AfterValidator(_compiles)]
-Schema = Annotated[Mapping[str, Any] | str | Sequence[Mapping[str, Any] | str], AfterValidator(_is_schema)]
+Schema = Annotated[Mapping[str, Any] | str, AfterValidator(_is_schema)]
 
 
 def exact_match(
@@ -81,7 +81,7 @@ def fits_schema(completions: Sequence[Completion], *, schema: Schema, **_: Any) 
     """1 where the answer is one JSON value that fits the JSON schema, else 0.
 
     The answer is the text behind the reasoning, or its only fenced block. It must be JSON to the letter: no NaN, no
-    second value for a name, nothing around it. `schema` is one for all rows, or a column with one for each.
+    second value for a name, nothing around it. `schema` may be JSON as text.
 
     >>> fits_schema(['{"age": 3}', '{"age": "3"}'], schema={"properties": {"age": {"type": "integer"}}})
     [1.0, 0.0]
@@ -96,12 +96,9 @@ def fits_schema(completions: Sequence[Completion], *, schema: Schema, **_: Any) 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is no JSON")
 
-    schemas = [schema] * len(completions) if isinstance(schema, Mapping | str) else list(schema)
-    scores = []
-    for completion, written in zip(completions, schemas, strict=True):
-        wanted = json.loads(written) if isinstance(written, str) else written
-        kind = validators.validator_for(wanted)
-        kind.check_schema(wanted)
+    wanted, scores = json.loads(schema) if isinstance(schema, str) else schema, []
+    checker = validators.validator_for(wanted)(wanted)
+    for completion in completions:
         text = without_reasoning(read_text(completion)).strip()
         blocks = fenced_blocks(text)
         is_block = len(blocks) == 1 and blocks[0].is_closed and blocks[0].end == len(text)
@@ -112,7 +109,7 @@ def fits_schema(completions: Sequence[Completion], *, schema: Schema, **_: Any) 
         except (ValueError, RecursionError):
             scores.append(0.0)
         else:
-            scores.append(float(kind(wanted).is_valid(value)))
+            scores.append(float(checker.is_valid(value)))
     return scores
 
 

@@ -152,7 +152,5 @@ def test_a_chat_s_completion_is_its_last_message():
     assert read_text([]) == read_text([{"role": "assistant", "content": None}]) == ""
 
 
-def test_a_schema_may_differ_by_row_and_be_text():
-    schemas = [json.dumps({"type": "integer"}), {"type": "string"}]
-    assert fits_schema(["3", '"a"'], schema=schemas) == [1, 1]
-    assert fits_schema(['"a"', "3"], schema=schemas) == [0, 0]
+def test_a_schema_may_be_text():
+    assert fits_schema(["3", '"a"'], schema=json.dumps({"type": "integer"})) == [1, 0]

@@ -200,6 +200,8 @@ def test_rows_and_rewards_that_do_not_fit_are_refused(tmp_path, capsys, rewards,
         ({"use": "repetition", "options": {"words": 0}}, "words of the reward repetition is 0\n.*1 or more"),
         ({"use": "regex", "options": {"pattern": "("}}, r"pattern of the reward regex is '\('\n.*unterminated"),
         ({"use": "json_schema", "options": {"schema": {"type": "objct"}}}, "\n.*'objct' is not valid"),
+        ({"use": "json_schema", "options": {"schema": "{"}}, "\n.*it is no JSON schema"),
+        ({"use": "json_schema", "options": {"schema": [{"type": "object"}]}}, "schema of the reward json_schema is"),
     ],
 )
 def test_a_wrong_name_is_refused_before_anything_runs(tmp_path, capsys, reward, said):
