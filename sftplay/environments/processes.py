@@ -21,13 +21,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 import psutil
 
 from sftplay.config.rewards import ENVIRONMENT
 from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
-from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError, nearest_names
+from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 from sftplay.reward.reward_set import (
     START_S,
     describe_error,
@@ -49,18 +49,6 @@ MOST_BYTES = 16 * MOST_CHARACTERS  # of one message between processes: JSON may 
 
 CLOSE_S = 5.0
 """How long the environments of a rollout batch may take to close."""
-
-
-class Environment(Protocol):
-    """What `grpo.environment` makes. Its file: docs/environments.md."""
-
-    def reset(self, row: dict[str, Any]) -> str | None:
-        """Begin the task of a row of the data; `row` has the columns that rewards get. The text is added to the last
-        turn of the prompt; None adds nothing."""
-
-    def step(self, text: str) -> tuple[str | None, float | None, bool]:
-        """Take what the model wrote in a turn; return the answer, which the model reads as the user's next turn, the
-        reward of this turn, None for none, and whether the task is over."""
 
 
 class Failed(Exception):
@@ -292,18 +280,6 @@ def describe_tools(spec: EnvironmentSpec | None) -> str:
         return host.tools
 
 
-def resolve_name(name: str, shipped: Mapping[str, str], *, key: str) -> str:
-    """Return `module:function` or `path.py:function` for a name in a config; raise ConfigError for an unknown one."""
-    if ":" in name:
-        return name
-    if name not in shipped:
-        near = nearest_names(name, list(shipped))
-        known = f"there are {', '.join(shipped)}, and path.py:NAME" if shipped else "write path.py:NAME"
-        fix = f"did you mean {near[0]!r}?" if near else known
-        raise ConfigError(f"there is no {name!r}", where=key, fix=fix, nearest=near)
-    return shipped[name]
-
-
 def _receive(pipe: socket.socket, limit_s: float | None) -> dict[str, Any]:
     """Read a line of JSON within the time. Raise TimeoutError, EOFError, or ValueError for what is no such line.
 
@@ -399,6 +375,7 @@ def _end_orphans(known: set[int]) -> None:
     """End what a copy has left in sessions of its own: with the copy's death it has become this process's."""
     while orphans := [child.pid for child in psutil.Process().children() if child.pid not in known]:
         for pid in orphans:  # what they have started comes after them
+            known = known | {pid}  # one that may not be ended is tried once
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -408,7 +385,7 @@ def _make(spec: EnvironmentSpec) -> tuple[Any, dict[str, Callable[..., Any]], se
     """Return the environment, the tools by name, and the names of those that belong to the environment."""
     environment, key = None, "grpo.environment"
     if spec.environment is not None:
-        make = load_function(resolve_name(spec.environment, SHIPPED_ENVIRONMENTS, key=key), where=key)
+        make = load_function(SHIPPED_ENVIRONMENTS.get(spec.environment, spec.environment), where=key)
         try:
             environment = make(**spec.environment_options)
         except SftplayError:
@@ -420,7 +397,7 @@ def _make(spec: EnvironmentSpec) -> tuple[Any, dict[str, Callable[..., Any]], se
     tools = dict[str, Callable[..., Any]]()
     for name in spec.tools:
         where = "grpo.tools"
-        tool = load_function(resolve_name(name, SHIPPED_TOOLS, key=where), where=where)
+        tool = load_function(SHIPPED_TOOLS.get(name, name), where=where)
         _add_tool(tools, tool, where=where)
     owned = dict[str, Callable[..., Any]]()
     for tool in getattr(environment, "tools", None) or ():
