@@ -178,12 +178,10 @@ def check_rewards(
     """Try each reward of the config on the columns that all cases have; `single_turns` stand in, by name, for those
     that an environment gives. Raise DataError where a reward reads a column that the cases do not have.
     """
-    shared, calls = (
-        set.intersection(*(set(case.columns) for case in cases)),
-        {**rewards.workers, **(single_turns or {})},
-    )
+    shared, given = set.intersection(*(set(case.columns) for case in cases)), single_turns or {}
+    calls = {**rewards.workers, **given}
     for number, reward in enumerate(cfg.rewards):
-        if reward.name in (single_turns or {}):
+        if reward.name in given:
             continue
         if missing := missing_column(reward, shared):
             what = f"the reward {reward.name} reads the column {missing}, which not every row has"

@@ -308,10 +308,9 @@ class RewardSet:
     new programs and no copies of this process, so it may use CUDA already.
     """
 
-    def __init__(self, cfg: RunConfig, *, rank_processes: int | None = None) -> None:
-        """`rank_processes`: how many processes of the run share this machine's cores; None: what the launcher says.
-
-        Raise ConfigError where a reward cannot be loaded, MachineError where nothing can box one that runs programs.
+    def __init__(self, cfg: RunConfig) -> None:
+        """Raise ConfigError where a reward cannot be loaded, MachineError where nothing can box one that runs
+        programs.
         """
         self.names = tuple(reward.name for reward in cfg.rewards)
         self.weights = tuple(reward.weight for reward in cfg.rewards)
@@ -333,7 +332,7 @@ class RewardSet:
                     box = cfg.sandbox
                     with _naming(cfg, "sandbox.packages"):
                         self.sandbox = self.sandbox or Sandbox(
-                            box.executor, workers=count_workers(rank_processes), packages=box.packages
+                            box.executor, workers=count_workers(), packages=box.packages
                         )
                     self.workers[reward.name] = CodeTests(
                         reward.options, sandbox=self.sandbox, limits=read_limits(box), deadline_s=reward.deadline
