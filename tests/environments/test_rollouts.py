@@ -257,8 +257,17 @@ def test_figures_and_columns_of_completions(rollouts: Any):
     assert len(TOOLS) == 2
 
 
+@pytest.fixture
+def trainer_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function that makes what `roll_out` needs of a trainer, on one rank that holds all weights."""
+    monkeypatch.setattr("sftplay.tasks.grpo.turns.has_sharded_weights", lambda _: False)
+    return lambda opened, **known: SimpleNamespace(rollouts=opened, heartbeat=Heartbeat(), **known)
+
+
 @pytest.mark.parametrize("uses_vllm", [True, False])
-def test_each_turn_is_sampled_within_what_is_left_by_vllm_and_by_transformers(rollouts: Any, uses_vllm: bool):
+def test_each_turn_is_sampled_within_what_is_left_by_vllm_and_by_transformers(
+    rollouts: Any, trainer_of: Any, uses_vllm: bool
+):
     engine, config = SimpleNamespace(max_completion_length=60), SimpleNamespace(max_new_tokens=60)
     seen, script = [], Script(["x", "y"])
 
@@ -266,11 +275,8 @@ def test_each_turn_is_sampled_within_what_is_left_by_vllm_and_by_transformers(ro
         seen.append((engine.max_completion_length, config.max_new_tokens, generations))
         return script(prompts, 0)
 
-    with rollouts(max_tokens=60) as opened, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sftplay.tasks.grpo.turns.has_sharded_weights", lambda _: False)
-        trainer = SimpleNamespace(
-            use_vllm=uses_vllm, vllm_generation=engine, generation_config=config, rollouts=opened, heartbeat=Heartbeat()
-        )
+    with rollouts(max_tokens=60) as opened:
+        trainer = trainer_of(opened, use_vllm=uses_vllm, vllm_generation=engine, generation_config=config)
         found, logps = roll_out(trainer, [question()], sample)
     left = 60 - found[0].mask.index(0) - found[0].mask.count(0)
     assert seen == [(60, 60, 1), (left, 60, 1) if uses_vllm else (60, left, 1)]
@@ -281,29 +287,24 @@ def test_each_turn_is_sampled_within_what_is_left_by_vllm_and_by_transformers(ro
     assert read_records(found) == [found[0].record]
 
 
-def test_ranks_that_a_server_answers_together_have_the_room_of_the_rank_with_most(rollouts: Any):
-    engine, seen, ranks = (
-        SimpleNamespace(max_completion_length=60),
-        [],
-        iter([[1, 1], [9, 60], [1, 1], [1, 40], [0, 0]]),
-    )
+def test_ranks_that_a_server_answers_together_have_the_room_of_the_rank_with_most(
+    rollouts: Any, trainer_of: Any, monkeypatch: pytest.MonkeyPatch
+):
+    engine, seen = SimpleNamespace(max_completion_length=60), list[int]()
+    ranks = iter([[1, 1], [9, 60], [1, 1], [1, 40], [0, 0]])
+    monkeypatch.setattr("sftplay.tasks.grpo.turns.gather_objects", lambda item, heartbeat: next(ranks))
 
     def sample(prompts: Any, images: Any, fields: Any, generations: int) -> Any:
         seen.append(engine.max_completion_length)
         return script(prompts, 0)
 
     script = Script(["x", "y"])
-    with rollouts(max_tokens=60) as opened, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sftplay.tasks.grpo.turns.has_sharded_weights", lambda _: False)
-        patch.setattr("sftplay.tasks.grpo.turns.gather_objects", lambda item, heartbeat: next(ranks))
-        trainer = SimpleNamespace(
-            use_vllm=True, vllm_generation=engine, rollouts=opened, heartbeat=Heartbeat()
-        )  # fmt: skip
-        roll_out(trainer, [question()], sample)
+    with rollouts(max_tokens=60) as opened:
+        roll_out(trainer_of(opened, use_vllm=True, vllm_generation=engine), [question()], sample)
     assert seen == [60, 40]
 
 
-def test_the_samplers_likeliest_tokens_of_all_turns_are_joined_and_cut_at_the_limit(rollouts: Any):
+def test_the_samplers_likeliest_tokens_of_all_turns_are_joined_and_cut_at_the_limit(rollouts: Any, trainer_of: Any):
     said = list[torch.Tensor]()
 
     def play(most: int) -> tuple[RolloutIds, SampledRow]:
@@ -317,12 +318,9 @@ def test_the_samplers_likeliest_tokens_of_all_turns_are_joined_and_cut_at_the_li
                 said.append(torch.stack([each.float() for each in row.top]))
             return ids, rows
 
-        with rollouts(max_tokens=most, max_turns=2) as opened, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sftplay.tasks.grpo.turns.has_sharded_weights", lambda _: False)
-            trainer = SimpleNamespace(
-                use_vllm=False, generation_config=SimpleNamespace(max_new_tokens=most), rollouts=opened,
-                heartbeat=Heartbeat(),
-            )  # fmt: skip
+        config = SimpleNamespace(max_new_tokens=most)
+        with rollouts(max_tokens=most, max_turns=2) as opened:
+            trainer = trainer_of(opened, use_vllm=False, generation_config=config)
             (ids,), (row,) = roll_out(trainer, [question()], sample)
         return ids, row
 
