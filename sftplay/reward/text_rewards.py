@@ -186,9 +186,12 @@ def not_overlong(
     >>> not_overlong(["a a", "a a a", "a a a a", "a a a a a"], most=4, soft=2)
     [0.0, -0.5, -1.0, -1.0]
     """
-    free = most - soft
-    return [max(-1.0, min(0.0, (free - n) / soft)) if soft else -float(n > most) for n in _lengths(
-        completions, completion_ids)]  # fmt: skip
+    return [overlong_penalty(n, most=most, soft=soft) for n in _lengths(completions, completion_ids)]
+
+
+def overlong_penalty(tokens: int, *, most: int, soft: int) -> float:
+    """Return the penalty for a completion of so many tokens, as `not_overlong` has it."""
+    return max(-1.0, min(0.0, (most - soft - tokens) / soft)) if soft else -float(tokens > most)
 
 
 def not_repetitive(completions: Sequence[Completion], *, words: Positive = 3, **_: Any) -> list[float]:
