@@ -197,9 +197,9 @@ class EnvironmentProcess:
             if status is None:  # nobody is left who waits for it
                 raise self._host.death() from None
             raise Failed(f"died ({describe_status(status)})") from None
-        self._is_alone = answer["is_alone"]
-        if "failure" in answer:
-            raise Failed(answer["failure"])
+        self._is_alone = answer.get("is_alone") is True
+        if "answer" not in answer:
+            raise Failed(str(answer.get("failure", "gave no answer")))
         return answer["answer"]
 
     def end(self) -> int | None:

@@ -43,7 +43,7 @@ LONGEST_REASON = 500
 PASSED = "SFTPLAY_PASS_"
 """A variable of the environment that begins so reaches foreign code under the rest of its name, whatever it holds."""
 
-_SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH|KEY", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN(?![A-Z])|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH(?!OR)|KEY(?![A-Z])", re.IGNORECASE)
 """Names of variables that foreign code does not get, as little as those that hold what no log shows."""
 
 

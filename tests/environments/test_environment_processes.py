@@ -143,13 +143,16 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_copy_and_with_no_other(ho
 def test_secrets_of_the_trainer_do_not_reach_an_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setenv("MAX_TOKENS", "7")
+    monkeypatch.setenv("DATABASE", "postgres://me:secret@host/games")
     monkeypatch.setenv("SFTPLAY_PASS_OPENAI_API_KEY", "given")
     with EnvironmentHost(make_spec()) as host:
         process = host.fork(1)
         process.ask(reset={})
-        seen = [process.ask(step=f"variable {name}")[0] for name in ("HF_TOKEN", "HF_HOME", "OPENAI_API_KEY")]
+        names = ("HF_TOKEN", "DATABASE", "HF_HOME", "MAX_TOKENS", "OPENAI_API_KEY")
+        seen = [process.ask(step=f"variable {name}")[0] for name in names]
         process.end()
-    assert seen == ["unset", "/models", "given"]
+    assert seen == ["unset", "unset", "/models", "7", "given"]
 
 
 def test_copies_share_nothing_and_begin_alike_by_their_seed(host: EnvironmentHost):

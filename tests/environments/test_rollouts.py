@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHATML
 from grpo_run import grpo_inputs, grpo_options
 from in_process import sized, written_config
 from templates import TOOLS, make_renderer, make_tokenizer, whole_ids
@@ -337,13 +336,21 @@ def test_the_samplers_likeliest_tokens_of_all_turns_are_joined_and_cut_at_the_li
     assert (logps[~written] == -torch.inf).all()
 
 
+FORGETS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""It leaves out what the model thought in earlier turns."""
+
+
 def test_a_template_that_is_unfit_for_turns_is_refused_with_the_rows_before_a_model_is_opened(
     builtin_tiny: Path, tmp_path: Path
 ):
     template = tmp_path / "forgets.jinja"
-    written = "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
-    forgets = "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>{% endgeneration %}"
-    template.write_text(CHATML.replace(written, forgets))
+    template.write_text(FORGETS)
     changes = {"grpo__environment": "twenty_questions", "model__max_seq_len": 256, "data__template": str(template)}
     inputs = grpo_inputs(builtin_tiny, tmp_path)
     cfg = sized(written_config(tmp_path, inputs, **grpo_options(inputs, **changes)))
