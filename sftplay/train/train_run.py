@@ -241,17 +241,13 @@ class TrainResult:
 class TrainRun:
     """Chooses the checkpoint, builds the callbacks, and trains `model`.
 
-    With `fingerprint` a resume can name what has changed. Raise ConfigError, DataError or RunError where the checkpoint
-    to resume from belongs to another run.
+    By `fingerprint` a resume names what has changed. Raise ConfigError, DataError or RunError where the checkpoint to
+    resume from belongs to another run.
     """
 
-    def __init__(
-        self, setup: RunSetup, model: Any, *, stop: StopOnSignal, fingerprint: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, setup: RunSetup, model: Any, *, stop: StopOnSignal, fingerprint: dict[str, Any]) -> None:
         self.setup, self.cfg, self.folder, self.stop, self.model = setup, setup.cfg, setup.folder, stop, model
-        known = fingerprint or {}
-        facts = {
-            **known,
+        facts = fingerprint | {
             "order_hash": setup.order_hash,
             "config_sha256": setup.config_sha256,
             "world_size": setup.world_size,
@@ -277,8 +273,8 @@ class TrainRun:
         preflight = Preflight(
             self.cfg,
             self.folder,
-            rows=f"{known.get('rows_sha256')} {setup.order_hash}",
-            base=" ".join(sorted(known.get("weights", {}).values())),
+            rows=f"{fingerprint['rows_sha256']} {setup.order_hash}",
+            base=" ".join(sorted(fingerprint["weights"].values())),
         )
         self.heartbeat = Heartbeat(heartbeat_path(self.folder.logs, log.rank()), pid=os.getpid())
         self.mark_complete = MarkComplete(

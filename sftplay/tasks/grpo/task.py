@@ -13,7 +13,7 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import prepare_prompts, prompts_table
 from sftplay.environments.processes import EnvironmentSpec, describe_tools
-from sftplay.environments.rollouts import Rollouts
+from sftplay.environments.rollouts import Rollouts, prove_dialogue
 from sftplay.evaluate.evaluate import evenly_spaced
 from sftplay.evaluate.rewarded import evaluate_prompts
 from sftplay.launch.generation_server import DEFAULT_URL, URL
@@ -103,8 +103,12 @@ class PromptTrainer(SamplingMixin, GRPOTrainer):
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
-    """Load the prompts in `cfg.data`, and set the tokenizer's chat template. Raise DataError where none is left."""
-    prompts = prepare_prompts(cfg, tokenizer, called="prompts", tools=describe_tools(EnvironmentSpec.from_config(cfg)))
+    """Load the prompts in `cfg.data`, and set the tokenizer's chat template. Raise DataError where none is left, or the
+    template is refused for turns: before a model is opened."""
+    spec = EnvironmentSpec.from_config(cfg)
+    prompts = prepare_prompts(cfg, tokenizer, called="prompts", tools=describe_tools(spec))
+    if spec is not None:
+        prove_dialogue(cfg, prompts)
     order, known = find_run_order(cfg, prompts)
     return Rows(
         train=PromptRows(prompts.train, order),
@@ -169,7 +173,7 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
             evenly_spaced(parts.rows.source.held_out, cfg.eval.limit),
             scorer=scorer,
             folder=parts.folder.eval,
-            every_steps=cfg.train.eval_steps or parts.rows.order.steps_per_epoch,
+            every=cfg.train.eval_steps or parts.rows.order.steps_per_epoch,
             prompt_version=parts.rows.source.renderer.template_hash,
         )
         trainer.add_callback(evaluation)
