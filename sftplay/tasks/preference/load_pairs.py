@@ -246,6 +246,7 @@ class PairPreparation(Preparation):
         self._held_answers: set[int] = set()
         self._held_prompts: set[int] = set()
         self._seen: dict[Side, set[int]] = {side: set() for side in SIDES}
+        self._longest_joined = self._most_labels = 0
 
     def _guard(self, path: str) -> None:
         options = self._options
@@ -314,11 +315,15 @@ class PairPreparation(Preparation):
             joined = sum(len(example.ids) // 4 for example in examples)
             longest = sum(example.longest_side for example in examples if isinstance(example, PairExample))
             counts.cut_tokens += joined - longest
+            self._longest_joined = max(self._longest_joined, *(len(example.ids) // 4 for example in examples))
+            self._most_labels = max(self._most_labels, *(example.n_labels for example in examples))
         return examples
 
     def _report(self, inputs: Sequence[Input]) -> dict[str, Any]:
         report = super()._report(inputs)
         report["unit"] = "answers" if self._options.takes_answers else "pairs"
+        if not self._options.takes_answers:
+            report |= {"longest_joined_tokens": self._longest_joined, "most_label_tokens": self._most_labels}
         report["preference"] = self._gate.as_json(report["duplicates"] + report["near_duplicates"])
         report["warnings"] = list(self._gate.warnings())
         if report["cut"] > (1 - KEPT_WHOLE) * report["read"]:

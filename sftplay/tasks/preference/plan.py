@@ -51,6 +51,8 @@ class PairMemory:
     other: ModelShape | None = None  # another model that is the reference
     rows: int | None = None  # to train on, where they are known
     row_tokens: float = 0.0  # tokens of a row, the mean where it is known
+    joined: int | None = None  # most tokens of a prompt with both answers; None: twice those with one answer
+    answer_labels: int | None = None  # most labels of both answers; None: every token may have one
     labels: ClassVar[Mapping[str, str]] = {
         PASS: "while the reference's probabilities are computed",
         OTHER: "the reference model",
@@ -71,11 +73,13 @@ class PairMemory:
         if self.scores_one:
             yield setup, size
             return
+        labelled = None if self.answer_labels is None else size.rows * self.answer_labels
         if self.shares != "no":
             attention = "efficient" if setup.attention == "flash" else setup.attention
-            yield replace(setup, attention=attention, is_masked=True, repeats_kv=True), replace(size, seq=2 * size.seq)
+            masked = replace(setup, attention=attention, is_masked=True, repeats_kv=True)
+            yield masked, replace(size, seq=min(2 * size.seq, self.joined or 2 * size.seq), labelled=labelled)
         if self.shares != "yes":
-            yield setup, replace(size, rows=2 * size.rows)
+            yield setup, replace(size, rows=2 * size.rows, labelled=labelled)
 
     def _estimate(self, setting: Setting, setup: MemorySetup, *, size: Size, share: DeviceShare) -> Footprint:
         shape = setting.shape
@@ -205,6 +209,9 @@ class PreferencePlan(TaskSizing, TaskReport):
             other=other,
             rows=lengths.count if lengths else None,
             row_tokens=lengths.mean if lengths else 2 * cfg.row_tokens,
+            # A micro-batch that is formed by tokens has more rows than one where they are short.
+            joined=lengths.joined if lengths and cfg.train.batching != "tokens" else None,
+            answer_labels=lengths.labels if lengths and cfg.train.batching != "tokens" else None,
         )
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
