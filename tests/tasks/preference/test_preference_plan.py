@@ -267,3 +267,15 @@ def test_steps_of_kto_count_answers(row: dict[str, Any], steps: int, tmp_path: P
     assert sized.forecast is not None
     assert PLAN.workload(cfg, sized.forecast).steps == steps
     assert PLAN.unit(cfg) == "answers"
+
+
+def test_what_is_known_of_the_rows_of_one_task_is_not_taken_for_those_of_another(tmp_path: Path, tiny_llama: Path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    pairs = pair_config(tmp_path, random_pairs(12, seed=1))
+    load(pairs, tokenizer)
+    assert known_lengths(pairs.with_values({"task_mode": "orpo"}, "test")) == known_lengths(pairs) is not None
+    answers = pairs.with_values({"task_mode": "kto"}, "test")
+    assert known_lengths(answers) is None
+    load(answers, tokenizer)
+    known = known_lengths(answers), known_lengths(pairs)
+    assert [one and one.count for one in known] == [24, 12]
