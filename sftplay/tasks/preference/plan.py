@@ -85,7 +85,8 @@ class PairMemory:
         shape = setting.shape
         step = estimate(shape, setup, size=size, standing=share.standing, communication=share.communication)
         phases = {name: dict(parts) for name, parts in step.phases.items()}
-        phases["head"]["head"] = _backward_head(shape, setup, size=size)
+        if setup.head != "score":  # a reward model has no scores over the vocabulary
+            phases["head"]["head"] = _backward_head(shape, setup, size=size)
         if not self.has_reference and not self.scores_one:
             return Footprint(phases)
         # Before the first step the optimizer has no state yet, but that of DeepSpeed's, which keeps fp32 weights there.

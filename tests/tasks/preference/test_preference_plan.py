@@ -30,6 +30,9 @@ from sftplay.tasks.preference.load_pairs import load
 from sftplay.tasks.preference.losses import dpo_losses
 from sftplay.tasks.preference.plan import OTHER, PART_SCORES, PASS, PLAN, PairMemory
 from sftplay.tasks.preference.shared_prompt import PairCollator, completion_logps, put_chunked_logps
+from sftplay.tasks.reward_model.score_head import to_score_model
+from sftplay.tasks.reward_model.scores import pair_losses as score_losses
+from sftplay.tasks.reward_model.scores import pair_scores
 
 HOST = Device("CPU", 2**40, 2**40, is_gpu=False, cores=2)
 ON_CPU = MemorySetup(
@@ -119,6 +122,32 @@ def test_a_step_of_pairs_takes_what_a_real_model_takes(
     labels = min(256, 2 * (answers + 1)) if chunked else 2 * (answers + 1)
     unseen = 4 * min(PART_SCORES, labels * vocab)
     assert scoring.peak <= moving[PASS] <= 1.25 * (scoring.peak + unseen)
+
+
+def test_a_step_of_a_reward_model_has_no_scores_over_the_vocabulary():
+    config = Qwen2Config(
+        vocab_size=20_000, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = to_score_model(Qwen2ForCausalLM(config).train(), pad_token_id=0, seed=1)
+    batch = batch_of(60)
+
+    def step() -> None:
+        score_losses(pair_scores(model, batch, shares=True), None, center=0.0).sum().backward()
+
+    step()
+    with Beside(model) as learning:
+        step()
+    setup = replace(ON_CPU, checkpointing=False, head="score")
+    setting = Setting(
+        shape=shape_from_config(config.to_dict(), name="tiny"),
+        execution=setup,
+        device=HOST,
+        task=PairMemory(shares="yes"),
+    )
+    phases = forecast(setting, Size(rows=2, seq=60, accumulates=True)).footprint.phases
+    moving = [sum(phases[name].get(part, 0) for part in MOVING) for name in ("head", "layer")]
+    assert max(moving) == pytest.approx(learning.peak, rel=0.06)
 
 
 def test_pairs_that_were_prepared_are_planned_as_long_as_they_are(tmp_path: Path, tiny_llama: Path):
