@@ -357,20 +357,26 @@ def total(sources: Iterable[RowCounts]) -> RowCounts:
     return whole
 
 
-def report_table(report: Mapping[str, Any]) -> str:
-    """Format the report for people: at most 25 lines."""
+def list_counts(report: Mapping[str, Any], noun: str) -> list[str]:
+    """Format where all rows of a report went, for people; `noun` is what its examples are called."""
     lines = [
         f"data report      {report['read']:,} read = {report['kept']:,} kept + {report['cut']:,} cut"
         f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
     ]
     lines += [
-        f"  {name:<14} {source['examples']:,} examples, {source['tokens']:,} tokens,"
+        f"  {name:<14} {source['examples']:,} {noun}, {source['tokens']:,} tokens,"
         f" {source['trainable_token_share']:.1%} learned   {source['path']}"
         for name, source in report["sources"].items()
     ]
     lines += [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in report["dropped"].items()]
     if report["refused"]:
         lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
+    return lines
+
+
+def report_table(report: Mapping[str, Any]) -> str:
+    """Format the report for people: at most 25 lines."""
+    lines = list_counts(report, "examples")
     action = "left out" if "duplicate" in report["dropped"] else "kept"
     near = report["near_duplicates"]
     repeated = report["duplicates"] + near

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import read_lengths
-from sftplay.errors import DataError
 from sftplay.machine.probe import Machine
 from sftplay.model.source import BUILTIN_CONFIGS
 from sftplay.plan.activations import FP32, norm_kept, norm_out_bytes
@@ -134,17 +131,9 @@ class PairMemory:
 
 def is_pair_file(cfg: RunConfig) -> bool:
     """Return whether the first readable row of the file to train on is a pair, not one answer."""
-    from sftplay.data.layouts import read_layout_options
-    from sftplay.data.read import read_dialect, read_rows
-    from sftplay.data.records import Refused
-    from sftplay.tasks.preference.pairs import to_pair
+    from sftplay.tasks.preference.pairs import sample_pairs
 
-    for source, row in islice(read_rows(cfg.rows_path, read_dialect(cfg.data)), 32):
-        if not isinstance(row, Refused):
-            with suppress(DataError):
-                pair = to_pair(row, source, reading=read_layout_options(cfg.data), takes_answers=True, is_plain=True)
-                return pair.desirable is None
-    return False
+    return any(pair.desirable is None for pair in sample_pairs(cfg, cfg.rows_path, is_plain=True)[:1])
 
 
 def _count_other(other: ModelShape | None, setup: MemorySetup) -> float:

@@ -37,7 +37,7 @@ def load_examples(
     else:
         pairs = load_held_out(cfg, tokenizer, path=held_out_path, renderer_template=renderer_template)
     chats = {
-        (texts.place, texts.chosen): Chat(
+        (str(texts.source), texts.chosen): Chat(
             (*texts.prompt, Message("assistant", texts.chosen)), texts.source, tools=texts.tools
         )
         for texts in pairs.records("held_out")
