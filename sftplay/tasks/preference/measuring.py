@@ -17,8 +17,7 @@ from sftplay.atomic import read_object
 from sftplay.config.run import RunConfig
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer
 from sftplay.generate.generate import Generator, answer_all
-from sftplay.tasks.preference.kto import kto_losses, reference_point
-from sftplay.tasks.preference.losses import compute_rewards, pair_losses
+from sftplay.tasks.preference.losses import compute_rewards, kto_losses, pair_losses, reference_point
 from sftplay.tasks.preference.reference import (
     FILE,
     ReferenceKind,

@@ -15,8 +15,7 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.model.out_of_memory import AdaptiveBatches, Shortage
-from sftplay.tasks.preference.kto import kto_losses, reference_point
-from sftplay.tasks.preference.losses import compute_rewards, pair_losses
+from sftplay.tasks.preference.losses import compute_rewards, kto_losses, pair_losses, reference_point
 from sftplay.tasks.preference.shared_prompt import completion_logps, prove, put_chunked_logps
 from sftplay.tasks.preference.spec import uses_reference
 from sftplay.train.eval_mode import eval_mode
