@@ -98,14 +98,19 @@ class Pairs:
         return str(Source(**row))
 
 
-def load(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None) -> Pairs:
+def load(
+    cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None, held_out_path: str | None = None
+) -> Pairs:
     """Return the pairs of `data.train_path`, and those that `data.val_path` or `data.split` holds out.
 
+    With `held_out_path` all pairs of that file are held out, as for `data.test_path`, and `train` is empty.
     `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model.
     Several processes may call this at once; one tokenises and the others wait.
     Raise DataError where a file cannot be read, a row is bad and the config says error, the template cannot be proven,
     or no pair is left to train on.
     """
+    if held_out_path is not None:
+        return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(held_out_path, 1.0)], guarded=[])
     inputs, guarded = find_inputs(cfg)
     pairs = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded)
     report = pairs.report
@@ -120,16 +125,19 @@ def load(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None
     return pairs
 
 
-def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None = None) -> Pairs:
-    """Return all pairs of one file as the held-out side, as for `data.test_path`; `train` is empty."""
-    return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)], guarded=[])
+def load_measured(cfg: RunConfig, tokenizer: Any, *, template: str | None, split: str) -> Pairs:
+    """Return the pairs of a finished run on which it is measured: held-out ones, or for `test` those of its test file.
+    Raise DataError where there is none.
+    """
+    path = str(cfg.data.test_path) if split == "test" else None
+    pairs = load(cfg, tokenizer, renderer_template=template, held_out_path=path)
+    if pairs.held_out is None:
+        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
+    return pairs
 
 
 def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str]) -> Pairs:
     data, takes_answers = cfg.data, takes_single_answers(cfg)
-    if data.format != "auto":
-        fix = "take the key out; columns with other names are mapped with data.columns"
-        raise DataError("task modes of pairs find the layout of each row", where="data.format", fix=fix)
     digests = digest_files(data, inputs, guarded)
     path = inputs[0].path
     is_plain = template is None and data.template == "auto" and not tokenizer.chat_template

@@ -222,20 +222,6 @@ def format_summary(figures: Mapping[str, Any]) -> str:
     return f"loss {figures['loss']:.4f}{right}{margin}  (n {figures['n']})"
 
 
-def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format the figures of a run, `before` and `after` training, side by side."""
-    titles = {"before": "base", "after": "tuned"}
-    keys = list(dict.fromkeys(key for side in figures.values() for key in side))
-    width = 2 + max(map(len, keys))
-    lines = [" " * width + "".join(f"{titles[side]:>12}" for side in figures)]
-    for key in keys:
-        values = [side.get(key, math.nan) for side in figures.values()]
-        lines.append(
-            f"{key:{width}}" + "".join(f"{value:{'12' if isinstance(value, int) else '12.4f'}}" for value in values)
-        )
-    return "\n".join(lines)
-
-
 class EvaluateHeldOut(Observer):
     """Measures the held-out rows while a run trains; writes eval/step-N.json and .jsonl.
 

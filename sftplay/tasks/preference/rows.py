@@ -30,12 +30,9 @@ def load_examples(
     The rows have more columns, see `load_pairs`. The held-out chats end with the chosen answer.
     """
     from sftplay.data.pipeline import Examples
-    from sftplay.tasks.preference.load_pairs import load, load_held_out
+    from sftplay.tasks.preference.load_pairs import load
 
-    if held_out_path is None:
-        pairs = load(cfg, tokenizer, renderer_template=renderer_template)
-    else:
-        pairs = load_held_out(cfg, tokenizer, path=held_out_path, renderer_template=renderer_template)
+    pairs = load(cfg, tokenizer, renderer_template=renderer_template, held_out_path=held_out_path)
     chats = {
         (str(texts.source), texts.chosen): Chat(
             (*texts.prompt, Message("assistant", texts.chosen)), texts.source, tools=texts.tools
