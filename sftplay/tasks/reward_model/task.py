@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.reward.model_reward import find_score_model, open_score_model
-from sftplay.tasks.preference.shared_prompt import PairCollator
-from sftplay.tasks.preference.task import load_rows, report_rows
+from sftplay.tasks.preference.task import build_pair_trainer, load_rows, report_rows
 from sftplay.tasks.preference.trainer import Figure, Figures, PairMixin
 from sftplay.tasks.reward_model import measuring
 from sftplay.tasks.reward_model.score_head import to_score_model
@@ -22,7 +21,6 @@ from sftplay.tasks.reward_model.scores import pair_losses, pair_scores, prove
 from sftplay.train.exact_batch import ExactBatchMixin, StepSetup
 from sftplay.train.micro_batches import Batch
 from sftplay.train.task import Rows, TrainerParts
-from sftplay.train.upstream import on_one_gpu
 
 __all__ = ["build_trainer", "load_result", "load_rows", "measure", "report_rows", "reshape_model"]
 
@@ -76,18 +74,7 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 
 def build_trainer(parts: TrainerParts) -> RewardModelTrainer:
     """Build the trainer for rows of pairs."""
-    pairs = parts.rows.source
-    callbacks = (
-        [measuring.EvaluateScores(parts.cfg, pairs, folder=parts.folder.eval)] if parts.held_out is not None else []
-    )
-    return RewardModelTrainer(
-        parts.step,
-        cfg=parts.cfg,
-        model=parts.model,
-        processing_class=parts.tokenizer,
-        args=on_one_gpu(TrainingArguments(**parts.arguments)),
-        train_dataset=parts.train,
-        eval_dataset=parts.held_out,
-        data_collator=PairCollator(parts.tokenizer.pad_token_id),
-        callbacks=[*parts.callbacks, *callbacks],
-    )
+    callbacks = []
+    if parts.held_out is not None:
+        callbacks.append(measuring.EvaluateScores(parts.cfg, parts.rows.source, folder=parts.folder.eval))
+    return build_pair_trainer(RewardModelTrainer, parts, callbacks)
