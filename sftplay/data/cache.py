@@ -187,8 +187,8 @@ def _find_note(cfg: RunConfig) -> Path | None:
         return None
     rows = data.model_dump(exclude={"train_path", "val_path", "test_path", "processed_dir"})
     parts = {"files": stamps, "model": [model.name, model.revision, model.adapter, model.max_seq_len], "rows": rows}
-    # Another task makes other rows of the same file; kto makes two of a pair.
-    parts["task"] = [cfg.task.folder, cfg.task_mode == "kto"]
+    # Another task makes other rows of the same file.
+    parts["task"] = [cfg.task.folder, cfg.task.takes_answers]
     if cfg.learns_documents:
         sources = [source.model_dump(exclude={"name"}) for source in cfg.datasets]
         parts |= {"cpt": cfg.cpt.model_dump(exclude={"train_tokens"}), "sources": sources}

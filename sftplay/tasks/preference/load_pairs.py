@@ -26,7 +26,7 @@ from sftplay.data.row_outcomes import SIDES, Example, RowOutcome, RowPolicies, S
 from sftplay.data.tokenize import BATCH_ROWS, KEPT_WHOLE, PLACES, SCHEMA, Input, Output, Preparation, RowFiles
 from sftplay.errors import DataError
 from sftplay.tasks.preference.gate import Gate, gate_table
-from sftplay.tasks.preference.pairs import sample_pairs, takes_single_answers
+from sftplay.tasks.preference.pairs import sample_pairs
 from sftplay.tasks.preference.render_pairs import EQUAL, PairExample, PairOptions, PairOutcome, PairProcessor, note_keys
 
 VERSION = 2
@@ -137,7 +137,7 @@ def load_measured(cfg: RunConfig, tokenizer: Any, *, template: str | None, split
 
 
 def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str]) -> Pairs:
-    data, takes_answers = cfg.data, takes_single_answers(cfg)
+    data, takes_answers = cfg.data, cfg.task.takes_answers
     digests = digest_files(data, inputs, guarded)
     path = inputs[0].path
     is_plain = template is None and data.template == "auto" and not tokenizer.chat_template
@@ -186,7 +186,7 @@ def weights_notes(cfg: RunConfig, figures: Mapping[str, Any]) -> list[str]:
     n_D weight_D / (n_U weight_U) shall lie between 1 and 4/3 (Ethayarajh 2024, section 4.2).
     """
     wanted, unwanted = (figures["trained"][side] for side in ("desirable", "undesirable"))
-    if not (takes_single_answers(cfg) and wanted and unwanted):
+    if not (cfg.task.takes_answers and wanted and unwanted):
         return []
     weights = cfg.preference
     ratio = wanted * weights.desirable_weight / (unwanted * weights.undesirable_weight)
@@ -304,9 +304,9 @@ class PairFiles(RowFiles):
 
     def more_columns(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> dict[str, Any]:
         begin, self._count[side] = self._count[side], self._count[side] + len(kept)
-        own = ("prompt_tokens", "chosen_tokens", "margin", "desirable", "content")
+        names = ("prompt_tokens", "chosen_tokens", "margin", "desirable", "content")
         return {
-            **{name: [getattr(example, name) for _, example in kept] for name in own},
+            **{name: [getattr(example, name) for _, example in kept] for name in names},
             "index": range(begin, begin + len(kept)),
             "prompt": [str(outcome.keys.prompt) for outcome, _ in kept],
         }

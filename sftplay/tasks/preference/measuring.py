@@ -100,7 +100,7 @@ def describe_rows(cfg: RunConfig, rows: Any, *, found: RowLogps, reference: Tens
     sums, tokens = found.sums.double(), found.tokens
     compared = None if reference is None else reference.double()
     rewarded = compute_rewards(cfg, sums, tokens, compared)
-    desirable = torch.as_tensor(rows["desirable"], dtype=torch.bool) if cfg.task_mode == "kto" else None
+    desirable = torch.as_tensor(rows["desirable"], dtype=torch.bool) if cfg.task.takes_answers else None
     if desirable is not None:
         return _describe_answers(cfg, rows, desirable, rewarded=rewarded, found=found, reference=compared)
     losses = pair_losses(cfg, sums, tokens, compared)
@@ -204,7 +204,7 @@ def describe_lines(
         ids, start, end = row["input_ids"], row["prompt_tokens"], row["prompt_tokens"] + row["chosen_tokens"]
         texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], ids[start:end], ids[end:])]
         line: dict[str, Any] = {"row": row["row"], "prompt": texts[0]}
-        if cfg.task_mode == "kto":  # the second answer belongs to another prompt
+        if cfg.task.takes_answers:  # the second answer belongs to another prompt
             names = ["reference" if row["desirable"] else "rejected"]
             line["desirable"] = row["desirable"]
         else:

@@ -94,11 +94,6 @@ def _words(turn: Message) -> str:
     return "\n".join([turn.content] * bool(turn.content) + calls)
 
 
-def takes_single_answers(cfg: RunConfig) -> bool:
-    """Return True for the task that learns from single answers with a verdict."""
-    return cfg.task_mode == "kto"
-
-
 def to_pair(
     row: RowFields, source: Source, *, reading: LayoutOptions, takes_answers: bool = False, is_plain: bool = False
 ) -> Pair:
@@ -128,7 +123,7 @@ def to_pair(
 
 def sample_pairs(cfg: RunConfig, path: str, *, is_plain: bool) -> list[Pair]:
     """Return the readable pairs among the first 32 rows; the full pass reports all others."""
-    pairs, reading, answers = [], read_layout_options(cfg.data), takes_single_answers(cfg)
+    pairs, reading, answers = [], read_layout_options(cfg.data), cfg.task.takes_answers
     for source, row in islice(read_rows(path, read_dialect(cfg.data)), 32):
         if not isinstance(row, Refused):
             with suppress(DataError):

@@ -178,11 +178,11 @@ class PreferencePlan(TaskSizing, TaskReport):
     """The prompt of a pair is computed with both of its answers."""
 
     def unit(self, cfg: RunConfig) -> str:
-        return "answers" if cfg.task_mode == "kto" else "pairs"
+        return "answers" if cfg.task.takes_answers else "pairs"
 
     def rows_per_record(self, cfg: RunConfig) -> int:
         """Return 2 in kto where the first row that can be read is a pair, and its answers were not yet counted."""
-        return 2 if cfg.task_mode == "kto" and not read_lengths(cfg) and is_pair_file(cfg) else 1
+        return 2 if cfg.task.takes_answers and not read_lengths(cfg) and is_pair_file(cfg) else 1
 
     def memory(self, cfg: RunConfig, *, hardware: Hardware) -> PairMemory:
         has_kernel = cfg.model.attn in ("sdpa", "eager", "auto")
@@ -194,7 +194,7 @@ class PreferencePlan(TaskSizing, TaskReport):
         lengths = hardware.lengths
         return PairMemory(
             shares="no" if wanted is False or not has_kernel else "yes" if wanted is True else "open",
-            scores_one=cfg.task_mode == "kto",
+            scores_one=cfg.task.takes_answers,
             has_reference=uses_reference(cfg),
             other=other,
             rows=lengths.count if lengths else None,
@@ -216,7 +216,7 @@ class PreferencePlan(TaskSizing, TaskReport):
 
     def notes(self, cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
         notes, rows, reference = list[str](), cfg.train.effective_batch_size, cfg.preference.reference
-        if cfg.task_mode == "kto" and rows < FEW_ROWS:
+        if cfg.task.takes_answers and rows < FEW_ROWS:
             why = f"kto estimates its KL term by the rows of a step, and {FEW_ROWS} or more are usual"
             notes.append(f"train.effective_batch_size {rows}: {why}")
         if cfg.task_mode in ("dpo", "ipo") and reference == "none":
