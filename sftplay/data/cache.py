@@ -146,13 +146,17 @@ def expect_unchanged(digests: Mapping[str, str], folder: str) -> None:
 
 LENGTHS = "lengths"
 
+OF_PAIRS = {"joined": "longest_joined_tokens", "labels": "most_label_tokens"}
+"""Key of a note of pairs -> key of their data report."""
+
 
 def note_lengths(cfg: RunConfig, report: Mapping[str, Any]) -> None:
     """Keep the lengths of a data report. A note that cannot be written is left out."""
     trained = report["sources"].get("train", report)
     if trained["examples"]:
         longest = min(report["longest_tokens"], cfg.model.max_seq_len)
-        _note(cfg, {"longest": longest, "mean": trained["tokens"] / trained["examples"], "count": trained["examples"]})
+        note = {"longest": longest, "mean": trained["tokens"] / trained["examples"], "count": trained["examples"]}
+        _note(cfg, note | {key: report[name] for key, name in OF_PAIRS.items() if name in report})
 
 
 def note_blocks(cfg: RunConfig, count: int) -> None:
@@ -186,7 +190,8 @@ def _find_note(cfg: RunConfig) -> Path | None:
         return None
     rows = data.model_dump(exclude={"train_path", "val_path", "test_path", "processed_dir"})
     parts = {"files": stamps, "model": [model.name, model.revision, model.adapter, model.max_seq_len], "rows": rows}
-    parts["task"] = cfg.task_mode  # a pair is one row in dpo, and two in kto
+    # Another task makes other rows of the same file.
+    parts["task"] = [cfg.task.folder, cfg.task.takes_answers]
     if cfg.learns_documents:
         sources = [source.model_dump(exclude={"name"}) for source in cfg.datasets]
         parts |= {"cpt": cfg.cpt.model_dump(exclude={"train_tokens"}), "sources": sources}

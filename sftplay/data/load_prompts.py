@@ -14,9 +14,9 @@ from datasets import Dataset
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, kept_digest
+from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint
 from sftplay.data.layouts import read_layout_options
-from sftplay.data.pipeline import describe_rows, list_inputs, sample_records
+from sftplay.data.pipeline import describe_rows, digest_files, find_inputs, read_report, sample_records
 from sftplay.data.problem import published_test_id
 from sftplay.data.prompts import Prompt, read_beginning, read_reward_columns, to_prompt
 from sftplay.data.read import read_dialect, read_rows
@@ -136,7 +136,7 @@ def load_prompts(
 
     Raise DataError where a file cannot be read, a row has no question and the config says error, or no prompt is left.
     """
-    inputs, guarded = list_inputs(cfg)
+    inputs, guarded = find_inputs(cfg)
     prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, tools=tools)
     if not len(prompts.train):
         report = prompts.report
@@ -172,7 +172,7 @@ def _load(
     tools: str | None,
 ) -> Prompts:
     data, max_tokens = cfg.data, cfg.prompt_tokens
-    digests = {given.path: kept_digest(given.path, data.processed_dir) for given in (*inputs, *guarded)}
+    digests = digest_files(data, inputs, guarded)
     path = inputs[0].path
     _, first = next(iter(read_rows(path, read_dialect(data))), (None, {}))
     is_plain = not isinstance(first, Refused) and bool(read_beginning(first, reading=read_layout_options(data)))
@@ -195,12 +195,8 @@ def _load(
         expect_unchanged(digests, data.processed_dir)
 
     ensure_folder(folder, write_prompts)
-    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    for source in (report, *report["sources"].values()):
-        source["refused_rows"] = str(folder / REFUSED)
-    report |= {"fingerprint": folder.name, "files": digests}
     train, held_out = (Questions(Dataset.from_file(str(folder / f"{side}.arrow"))) for side in SIDES)
-    return Prompts(train, held_out, renderer, report, folder.name, tools or "")
+    return Prompts(train, held_out, renderer, read_report(folder, digests), folder.name, tools or "")
 
 
 class _Pass:

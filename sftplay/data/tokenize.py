@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,16 +151,25 @@ class Output(Protocol):
         """All rows are done."""
 
 
+def token_lists(rows: Sequence[bytes]) -> pa.Array:
+    """Return rows of int32 as a column of token ids."""
+    flat = np.frombuffer(b"".join(rows), np.int32).astype(np.int64)
+    ends = np.cumsum([0, *(len(ids) // 4 for ids in rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat))
+
+
 class RowFiles(Output):
     """Files of a folder: the rows of each side and their places as Arrow streams, the rest as JSON."""
 
+    schemas: Mapping[str, pa.Schema] = {"": SCHEMA, "_places": PLACES}
+    """End of a stream's name, after that of its side -> its columns."""
+
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, ExitStack()
-        schemas = {"": SCHEMA, "_places": PLACES}
         self._streams = {
             side + name: self._files.enter_context(pa.ipc.new_stream(str(folder / f"{side}{name}.arrow"), schema))
             for side in SIDES
-            for name, schema in schemas.items()
+            for name, schema in self.schemas.items()
         }
         self._chats = self._files.enter_context((folder / CHATS).open("w", encoding="utf-8"))
         self._refused = self._files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
@@ -174,17 +183,20 @@ class RowFiles(Output):
     def write(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> None:
         if not kept:
             return
-        columns = []
-        for lists in ([example.ids for _, example in kept], [example.labels for _, example in kept]):  # int32 bytes
-            flat = np.frombuffer(b"".join(lists), np.int32).astype(np.int64)
-            ends = np.cumsum([0, *(len(ids) // 4 for ids in lists)], dtype=np.int32)
-            columns.append(pa.ListArray.from_arrays(pa.array(ends), pa.array(flat)))
-        columns.append(pa.array([outcome.row for outcome, _ in kept], pa.int64()))
-        self._streams[side].write_batch(pa.record_batch(columns, schema=SCHEMA))
+        columns: dict[str, Any] = {
+            "input_ids": token_lists([example.ids for _, example in kept]),
+            "labels": token_lists([example.labels for _, example in kept]),
+            "row": [outcome.row for outcome, _ in kept],
+            **self.more_columns(side, kept),
+        }
         places = [outcome.source for outcome, _ in kept]
-        numbers = [pa.array([getattr(place, name) for place in places], pa.int64()) for name in ("line", "record")]
-        batch = pa.record_batch([pa.array([place.path for place in places]), *numbers], schema=PLACES)
-        self._streams[f"{side}_places"].write_batch(batch)
+        columns |= {name: [getattr(place, name) for place in places] for name in PLACES.names}
+        for name, schema in self.schemas.items():
+            self._streams[side + name].write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
+
+    def more_columns(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> dict[str, Any]:
+        """Return what another task's schemas have besides."""
+        return {}
 
     def write_chat(self, chat: str) -> None:
         self._chats.write(chat + "\n")
