@@ -211,11 +211,7 @@ class ParityCheck:
             against = "gguf" if request.engine == "llama.cpp" else "merged" if has_merged else "adapter"
             if request.served:
                 against = _guess_kind(request.served)
-        if (against == "gguf") != (request.engine == "llama.cpp"):
-            what = f"{request.engine} does not serve {'a GGUF file' if against == 'gguf' else 'a folder of weights'}"
-            raise ConfigError(
-                what, where="--against", fix="llama.cpp goes with gguf, the others with merged or adapter"
-            )
+        _check_kind(request.engine, against)
         if request.served:
             if not request.served.exists():
                 raise ConfigError("is not there", where=str(request.served), fix="name what is served: SERVED=")
@@ -240,14 +236,16 @@ class ParityCheck:
         if request.engine == "llama.cpp":
             fix = "leave it out: the file is opened here"
             raise ConfigError("llama.cpp is not asked over the network", where="--url", fix=fix)
+        if request.against:
+            _check_kind(request.engine, request.against)
         self.server, model = find_server(request.url, request.name, likely=self.folder.path.resolve().name)
         against: Against = request.against or ("adapter" if model.get("parent") else "merged")
         root = str(request.served or model.get("root") or "")
         if Path(root).is_absolute() or request.served:
             served = Path(root)
         else:  # the server names no folder: the run's own is likely
-            kinds = {"adapter": "adapter", "merged": "model" if (self.folder.path / "model").is_dir() else "merged"}
-            served = self.folder.path / kinds.get(against, "merged")
+            whole = "model" if (self.folder.path / "model").is_dir() else "merged"
+            served = self.folder.path / ("adapter" if against == "adapter" else whole)
         known = served if any((served / name).is_file() for name in ("config.json", ADAPTER_CONFIG)) else None
         if known is None:
             self.notes.append("what the server serves does not lie on this machine: its files were not looked at")
@@ -512,6 +510,12 @@ class _LazyBase(Mapping[str, Load]):
 
     def __len__(self) -> int:
         return len(self._weights)
+
+
+def _check_kind(engine: Engine, against: Against) -> None:
+    if (against == "gguf") != (engine == "llama.cpp"):
+        what = f"{engine} does not serve {'a GGUF file' if against == 'gguf' else 'a folder of weights'}"
+        raise ConfigError(what, where="--against", fix="llama.cpp goes with gguf, the others with merged or adapter")
 
 
 def _guess_kind(path: Path) -> Against:
