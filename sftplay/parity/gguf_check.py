@@ -218,4 +218,4 @@ def divergence(reference: torch.Tensor, found: Mapping[int, float] | Logprobs) -
         rest = max(0.0, 1.0 - float(expected.exp().sum()))
         missing = max(1e-12, 1.0 - float(scores.exp().sum()))
         total += rest * math.log(rest / missing) if rest > 1e-9 else 0.0
-    return max(0.0, total)
+    return max(total, 0.0)  # in this order a NaN stays one
