@@ -35,6 +35,7 @@ from sftplay.export.parity_table import parity_rows
 from sftplay.export.target import check_target
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
+from sftplay.model.load import check_finite
 from sftplay.model.source import BUILTIN, is_local
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 from sftplay.model.weights import DTYPES
@@ -63,7 +64,7 @@ def export(
     Raises:
         ConfigError: the run has no result, or `out` exists.
         MachineError: base or result cannot be read, or the disk is too small.
-        RunError: the adapter holds values that are not finite.
+        RunError: adapter or result hold values that are not finite, or that do not fit `dtype`.
     """
     check_target(out)
     model, tokenizer = load_whole(cfg, folder, dtype=dtype)
@@ -103,19 +104,24 @@ def load_whole(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None = None)
     """Return the run's whole model on the CPU, an adapter merged into its base, and the tokenizer.
 
     `dtype` None keeps the base's dtype for an adapter run and the result's for a full one. Raise MachineError where it
-    cannot be read, RunError where the adapter holds values that are not finite.
+    cannot be read whole, RunError where it holds values that are not finite, or that do not fit `dtype`.
     """
     result = folder.path / "model"
     if not result.is_dir():
         return merged_model(cfg, folder, dtype=dtype)
     tokenizer = load_tokenizer(cfg.model, str(result))
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            result, dtype=DTYPES[dtype] if dtype else "auto", trust_remote_code=cfg.model.trust_remote_code
-        )
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            result, dtype=DTYPES[dtype] if dtype else "auto", output_loading_info=True,
+            trust_remote_code=cfg.model.trust_remote_code,
+        )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         what = f"the result cannot be loaded ({first_line(error)})"
         raise MachineError(what, where=str(result), fix="check its files") from error
+    if missing := loading["missing_keys"]:
+        what = f"the result lacks {len(missing)} weights, {min(missing)} for one"
+        raise MachineError(what, where=str(result), fix="check its files")
+    check_finite(model, where=str(result), fix="export with the result's own dtype, or in bf16")
     set_end_tokens(model.generation_config, tokenizer)
     return model.eval(), tokenizer
 

@@ -256,6 +256,25 @@ def test_values_that_fp16_cannot_hold_are_refused(inputs: Inputs, tmp_path: Path
     assert merge(cfg, folder, out=tmp_path / "merged", dtype="bf16").is_dir()
 
 
+@pytest.mark.parametrize("fault", ["a value beyond fp16", "a weight that is not there"])
+def test_a_whole_result_is_exported_as_it_was_trained_or_not_at_all(fault: str, inputs: Inputs, tmp_path: Path):
+    cfg, folder = new_run(tmp_path, inputs, tuning__mode="full")
+    model = AutoModelForCausalLM.from_pretrained(inputs.model)
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = 1e5
+    model.save_pretrained(folder.path / "model")
+    load_tokenizer(cfg.model).save_pretrained(folder.path / "model")
+    if fault == "a value beyond fp16":
+        with pytest.raises(RunError, match=r"lm_head\.weight holds values that float16 cannot hold"):
+            export(cfg, folder, out=tmp_path / "out", dtype="fp16")
+        return
+    weights = load_file(folder.path / "model" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder.path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MachineError, match=r"lacks 1 weights, model\.norm\.weight for one"):
+        export(cfg, folder, out=tmp_path / "out")
+
+
 def test_base_that_is_stored_quantised_is_refused(inputs: Inputs, tmp_path: Path):
     base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
