@@ -13,6 +13,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from sftplay import log
+from sftplay.atomic import read_object
 from sftplay.errors import RunError
 from sftplay.export.server import START_S, build_server, server_process
 from sftplay.launch.command import Launch
@@ -38,6 +39,9 @@ def answer_all(
         RunError: the server ends before it answers.
     """
     longest = max(len(question.prompt_ids) for question in questions) + max_new_tokens + 16
+    config = read_object(folder / "config.json")
+    context = (config.get("text_config") or config).get("max_position_embeddings")
+    longest = min(longest, context or longest)  # vLLM refuses to read more than the model
     with tempfile.TemporaryDirectory(prefix="sftplay-parity-") as scratch:
         generation = None
         if adapter is not None:

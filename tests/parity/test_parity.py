@@ -18,7 +18,10 @@ from lively import lively_model
 from safetensors.torch import load_file, save_file
 
 from sftplay import cli
+from sftplay.errors import RunError
 from sftplay.export.merge import merge
+from sftplay.parity import by_vllm
+from sftplay.parity.engine import Question
 from sftplay.parity.reference import Reference
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
@@ -553,3 +556,20 @@ def test_a_run_of_plain_texts_is_asked_their_beginnings_and_keeps_its_bases_temp
     done = train(tmp_path, files, task_mode="cpt", train__learning_rate=0.05)
     code, found = ask(done, "--against", "adapter", "--n", "2")
     assert (code, found["cause"], found["prompts"]) == (0, None, "held-out")
+
+
+def test_vllm_is_asked_to_read_no_more_than_the_model_does(run: Finished, monkeypatch: pytest.MonkeyPatch):
+    merged = run.folder.path / "merged"
+    context = json.loads((merged / "config.json").read_text())["max_position_embeddings"]
+    asked = list[int]()
+
+    def build(*_: Any, max_model_len: int, **__: Any) -> None:
+        asked.append(max_model_len)
+        raise RunError("that is all")
+
+    monkeypatch.setattr(by_vllm, "build_server", build)
+    for tokens in (40, context - 8):
+        question = Question(0, None, "", list(range(tokens)))
+        with pytest.raises(RunError, match="that is all"):
+            by_vllm.answer_all(merged, [question], max_new_tokens=7, log_file=merged / "log")
+    assert asked == [40 + 7 + 16, context]
