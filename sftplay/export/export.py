@@ -149,6 +149,7 @@ def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
         # With merge_adapter the base is a merged model that others cannot get, so the adapter alone is of no use.
         has_adapter=(folder.path / "adapter").is_dir() and not cfg.model.merge_adapter,
         has_new_tokens=(folder.path / "new_tokens.json").is_file(),
+        step=folder.read_json("status.json").get("step"),
         engines=clean(parity_rows(read_object(folder.path / "parity.json"), digest_result(folder.result))),
     )
 

@@ -153,6 +153,18 @@ def test_the_card_tells_of_new_tokens_that_an_older_release_found(run: Finished,
     kept.unlink()
 
 
+def test_the_card_shows_figures_and_no_settings_of_a_measurement(run: Finished, tmp_path: Path):
+    public = public_run(run.cfg, run.folder)
+    of_tasks = {"run": {"arc": {"acc": {"value": 0.5}}}, "template": True, "batch_size": 8, "step": 4, "limit": None}
+    of_sources = {"window": 64, "perplexity_compares": True, "sources": {}}
+    figures = {**public.figures, "lm-eval": of_tasks, "quick-perplexity": of_sources}
+    write_card(replace(public, figures=figures, step=3), tmp_path / "README.md")
+    text = (tmp_path / "README.md").read_text()
+    assert "|  | before | after |\n" in text
+    assert not any(f"| {name} |" in text for name in ("template", "batch_size", "step", "window"))
+    assert "| steps | 3 of 4 |" in text
+
+
 def test_the_card_names_the_adapter_for_vllm_where_there_is_one(run: Finished, tmp_path: Path):
     for is_there in (False, True):
         if is_there:
