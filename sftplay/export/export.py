@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from sftplay import __version__, log
-from sftplay.atomic import read_object
+from sftplay.atomic import check_target, read_object
 from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
@@ -32,7 +32,6 @@ from sftplay.export.merge import (
 )
 from sftplay.export.model_card import PublicRun, write_card
 from sftplay.export.parity_table import parity_rows
-from sftplay.export.target import check_target
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.load import check_finite

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
+from sftplay.atomic import check_target
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export.export import Redactor, load_whole, public_run, write_json, write_records
 from sftplay.export.merge import save_whole, size_bytes, write_folder
 from sftplay.export.model_card import write_card
-from sftplay.export.target import check_target
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.tokenizer import end_token_ids, shipped_end_ids
 
