@@ -77,7 +77,7 @@ def export(
         if adapter_files:
             settings_file, weights = adapter_files
             settings = json.loads(settings_file.read_text(encoding="utf-8"))
-            settings["base_model_name_or_path"] = run.cfg.model.name
+            settings |= {"base_model_name_or_path": run.cfg.model.name, "revision": run.cfg.model.revision}
             base_file = find_base_file(cfg, folder, name="config.json")
             base = json.loads(base_file.read_text(encoding="utf-8")) if base_file else None
             export_adapter(weights.parent, scratch, config=base, settings=Redactor()(settings))

@@ -77,7 +77,7 @@ def write_card(run: PublicRun, path: Path, *, gguf: Mapping[str, Any] | None = N
         method=_describe_method(run.cfg),
         has_chat_template=(path.parent / "chat_template.jinja").is_file(),
         has_engine_names=(path.parent / FOR_ENGINES).is_dir(),
-        base=repr(run.hub_base or f"path/to/{run.cfg.model.name}"),
+        base=_name_base(run),
         sources=_sources(run.data_report),
         measurements=measurements,
         figures=[row for row in rows if set(row[1:]) != {"-"}],
@@ -109,6 +109,14 @@ def update_card(path: Path, engines: Sequence[Sequence[str]]) -> None:
 
 def _engines(rows: Sequence[Sequence[str]]) -> str:
     return card_template("engines.md").render(head=HEAD, rows=rows)
+
+
+def _name_base(run: PublicRun) -> str:
+    """Return the arguments that open the base on which the run was trained."""
+    if run.hub_base is None:
+        return repr(f"path/to/{run.cfg.model.name}")
+    revision = f", revision={run.cfg.model.revision!r}" if run.cfg.model.revision else ""
+    return f"{run.hub_base!r}{revision}"
 
 
 def _describe_method(cfg: RunConfig) -> str:

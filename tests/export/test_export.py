@@ -165,6 +165,14 @@ def test_the_card_shows_figures_and_no_settings_of_a_measurement(run: Finished, 
     assert "| steps | 3 of 4 |" in text
 
 
+def test_the_card_opens_the_base_at_the_commit_that_was_trained_on(run: Finished, tmp_path: Path):
+    public = public_run(run.cfg, run.folder)
+    cfg = public.cfg.with_values({"model.name": "org/tiny", "model.revision": "c0ffee"}, "test")
+    write_card(replace(public, cfg=cfg, hub_base="org/tiny"), tmp_path / "README.md")
+    opened = python_blocks((tmp_path / "README.md").read_text())[1]
+    assert "base = AutoModelForCausalLM.from_pretrained('org/tiny', revision='c0ffee')" in opened
+
+
 def test_the_card_names_the_adapter_for_vllm_where_there_is_one(run: Finished, tmp_path: Path):
     for is_there in (False, True):
         if is_there:
