@@ -20,9 +20,11 @@ from safetensors.torch import load_file, save_file
 from sftplay import cli
 from sftplay.errors import RunError
 from sftplay.export.merge import merge
+from sftplay.launch.run_folder import RunFolder
 from sftplay.parity import by_vllm
 from sftplay.parity.engine import Question
 from sftplay.parity.reference import Reference
+from sftplay.parity.results import find_gguf_files
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
@@ -443,6 +445,13 @@ def test_what_cannot_be_held_against_a_run_is_refused(run: Finished, words: list
     with redirect_stdout(io.StringIO()) as out:
         assert cli.main(["parity", "--run", str(run.folder.path), *words, "--json"]) == code
     assert what in json.loads(out.getvalue())["error"]["what"]
+
+
+def test_gguf_files_of_an_export_that_was_killed_are_not_taken(tmp_path: Path):
+    for name in (".export-gguf.part", "export-gguf"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run-f16.gguf").touch()
+    assert find_gguf_files(RunFolder(tmp_path)) == [tmp_path / "export-gguf" / "run-f16.gguf"]
 
 
 def test_report_and_card_say_which_engines_the_run_was_held_against(run: Finished):
