@@ -32,7 +32,8 @@ from sftplay.model.hub import first_line
 from sftplay.model.load import attach_for_merging, load_result
 from sftplay.model.tokenizer import end_token_ids, load_tokenizer
 
-PROMPTS, ANSWER_TOKENS = 8, 32
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 256, 32
+"""Of a long prompt its end is asked."""
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -121,7 +122,13 @@ def choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tupl
     template = tokenizer.chat_template
     held_out: Any = None
     try:
-        if cfg.learns_documents:  # some blocks of each source
+        if cfg.task.learns_from_rewards:
+            from sftplay.data.load_prompts import load_prompts
+
+            asked = load_prompts(cfg, tokenizer, renderer_template=template, tools="").held_out
+            if prompts := [list(asked[n].ids)[-PROMPT_TOKENS:] for n in _evenly_spaced(len(asked))]:
+                return prompts, "held-out"
+        elif cfg.learns_documents:  # some blocks of each source
             sources = load_mixture(cfg, tokenizer, renderer_template=template).held_out.values()
             held_out = [blocks[n] for blocks in sources for n in _evenly_spaced(len(blocks))]
         else:
@@ -134,8 +141,8 @@ def choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tupl
         for row in (held_out[n] for n in _evenly_spaced(len(held_out))):
             ids = list(row["input_ids"])
             first = next((at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX), len(ids))
-            # Plain text is learned as a whole: half of it. Only the end of a long prompt is used.
-            prompts.append(ids[: first if first > 1 else max(1, len(ids) // 2)][-256:])
+            # Plain text is learned as a whole: half of it.
+            prompts.append(ids[: first if first > 1 else max(1, len(ids) // 2)][-PROMPT_TOKENS:])
         return prompts, "held-out"
     if not template:
         return [list(tokenizer(question)["input_ids"]) for question in QUESTIONS], "built-in"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_run import grpo_inputs, grpo_options
 from in_process import Finished, Inputs, new_run, train
 from lively import lively_model
 from peft import AutoPeftModelForCausalLM, PeftModel
@@ -136,6 +137,16 @@ def test_merge_test_agrees_and_says_of_a_4_bit_run_how_far_the_rounding_was(
     # Codes of 4 bits are some per cent away from a weight, a thousand times what fp32 sums lose.
     assert figures["quantised"]["max_abs_logit_diff"] > 100 * figures["max_abs_logit_diff"]
     assert "no error of merging" in capsys.readouterr().out
+
+
+def test_prompts_of_a_run_that_learns_from_rewards_are_its_held_out_ones(tiny_llama: Path, tmp_path: Path):
+    given = grpo_inputs(tiny_llama, tmp_path / "rows")
+    cfg, folder = new_run(tmp_path, given, **grpo_options(given))
+    tokenizer = load_tokenizer(cfg.model)
+    prompts, origin = merge_check.choose_prompts(cfg, folder, tokenizer=tokenizer)
+    asked = [json.loads(line)["prompt"] for line in given.held_out.read_text().splitlines()]
+    assert (origin, len(prompts)) == ("held-out", min(8, len(asked)))
+    assert all(any(question in tokenizer.decode(ids) for question in asked) for ids in prompts)
 
 
 @pytest.mark.parametrize("merges", [False, True], ids=["trained on", "merged first"])
