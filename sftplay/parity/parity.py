@@ -18,7 +18,7 @@ from sftplay import __version__, log
 from sftplay.atomic import read_object
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
-from sftplay.export.adapter_names import find_mounted, rename_for_vllm, served_class
+from sftplay.export.adapter_names import WEIGHTS, find_mounted, rename_for_vllm, served_class
 from sftplay.export.merge import RECORD, adapter_digest, find_adapter, find_base, find_base_file, load_unquantised
 from sftplay.export.serve import base_folder
 from sftplay.export.vllm_command import find_lora_rank
@@ -496,7 +496,7 @@ def _guess_kind(path: Path) -> Against:
 
 def read_keys(adapter: Path) -> list[str]:
     """Return the names in an adapter's weights; none where they cannot be read."""
-    with suppress(OSError, SafetensorError), safe_open(adapter / causes.WEIGHTS, framework="pt") as file:
+    with suppress(OSError, SafetensorError), safe_open(adapter / WEIGHTS, framework="pt") as file:
         return list(file.keys())
     return []
 
