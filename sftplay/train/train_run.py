@@ -32,6 +32,7 @@ from sftplay.launch.checkpoints import newest_complete, read_marker, read_step
 from sftplay.launch.cost import count_gpus, new_attempt
 from sftplay.launch.run_folder import EXPECTS_GPU, RunFolder
 from sftplay.machine.probe import probe
+from sftplay.model.hub import find_commit
 from sftplay.model.out_of_memory import OutOfMemory, held_bytes
 from sftplay.model.recomputation import as_named_here, recomputation_arguments
 from sftplay.places import ROOT
@@ -413,6 +414,7 @@ def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], t
             "order_sha256": setup.order_hash,
             "steps": setup.steps,
             "model": parameters,
+            "base_commit": find_commit(setup.cfg.model.name, setup.cfg.model.revision),
             **task,
             "sizing": setup.folder.read_json("plan.json"),
         },

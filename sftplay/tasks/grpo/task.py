@@ -20,6 +20,7 @@ from sftplay.launch.generation_server import DEFAULT_URL, URL
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
 from sftplay.machine.releases import page_argument
+from sftplay.model.tokenizer import shipped_end_ids
 from sftplay.tasks.grpo.sampling import PromptRows, SamplingMixin, find_run_order
 from sftplay.tasks.grpo.scoring import KeepDraws, RewardScorer
 from sftplay.tasks.grpo.variants import variant_arguments
@@ -136,9 +137,7 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
     avoid_triton()
     cfg, scorer = parts.cfg, RewardScorer(parts.cfg, parts.rows.report["columns"])
     # Completions also end with the chat template's end tokens. TRL reads them from the model's generation config.
-    model_ends = parts.model.generation_config.eos_token_id or []
-    model_ends = [model_ends] if isinstance(model_ends, int) else model_ends
-    ends = sorted({*parts.rows.source.renderer.end_token_ids, *model_ends})
+    ends = sorted({*parts.rows.source.renderer.end_token_ids, *shipped_end_ids(parts.model.generation_config)})
     parts.model.generation_config.eos_token_id = ends
     arguments = {**parts.arguments, **grpo_arguments(cfg)}
     if cfg.grpo.generation.startswith("vllm"):  # vLLM reads its own copy of the model's generation config
