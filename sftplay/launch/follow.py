@@ -188,10 +188,6 @@ LAST_LINES = 20
 """How many of the launcher's last lines are shown when it ends without a message. logs/launch.log has all of them."""
 
 WORKER_CODES = (2, 3, 4, 5)  # exit codes that only a worker of ours has
-ECHO_S = 20.0
-"""make forwards a SIGTERM to its recipe (commands.c, fatal_error_signal). The second one arrives within this time, on a
-busy machine too: taken for a signal of the user it would kill the workers while they write their last checkpoint. Only
-one signal counts as an echo."""
 
 
 class FolderGone(RunError):
@@ -212,7 +208,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
     """
     console = new_console()
     console.status("[train] the worker imports its libraries")
-    forwarder = Forwarder(partial(_forward, folder=folder), at_second=_kill_group, is_echo=find_echoes())
+    forwarder = Forwarder(partial(_forward, folder=folder), at_second=_kill_group, is_echo=Echoes(of_make=True).is_echo)
     watchdog, check_folder = Watchdog(folder, read_timeout(folder)), watch_folder(folder)
     attempts = len(folder.read_json("status.json").get("attempts", []))
     for path, text in launch.files.items():
@@ -263,27 +259,6 @@ def _forward(process: subprocess.Popen[bytes], number: int, *, folder: RunFolder
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # torchrun's ranks die with it
-
-
-def find_echoes() -> Callable[[int], bool]:
-    """A function that is called once for each stop signal, and says whether it is an echo of the first.
-
-    Echoes come from SLURM, and from make: it forwards a SIGTERM after the whole process group, this process included,
-    has got it.
-    """
-    echoes, until, is_first = Echoes(), 0.0, True
-
-    def is_echo(number: int) -> bool:
-        nonlocal until, is_first
-        if echoes.is_echo():
-            return True
-        now, is_of_make = time.monotonic(), number == signal.SIGTERM and time.monotonic() < until
-        if number == signal.SIGTERM and "MAKELEVEL" in os.environ:
-            until = now + ECHO_S if is_first else 0.0
-        is_first = False
-        return is_of_make
-
-    return is_echo
 
 
 def watch_folder(folder: RunFolder) -> Callable[[], None]:

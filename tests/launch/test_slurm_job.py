@@ -389,6 +389,16 @@ def test_stop_that_slurm_sends_to_every_process_counts_once(monkeypatch: pytest.
     assert not inside.is_echo()
 
 
+def test_sigterm_that_make_sends_on_to_its_recipe_counts_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("MAKELEVEL", "1")
+    worker, recipe = Echoes(), Echoes(of_make=True)
+    assert [worker.is_echo(signal.SIGTERM) for _ in "ab"] == [False, False]
+    assert [recipe.is_echo(signal.SIGTERM) for _ in "abc"] == [False, True, False]
+    interrupted = Echoes(of_make=True)
+    assert [interrupted.is_echo(number) for number in (signal.SIGINT, signal.SIGTERM)] == [False, False]
+
+
 def test_the_nodes_of_a_job_get_a_token_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given = []
 
