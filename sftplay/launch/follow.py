@@ -227,7 +227,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
             alive = _kill_launch(watchdog, process)
             recorded = folder.read_json("status.json").get("exit_code")
             if recorded is None:  # otherwise one rank had recorded why it ended, and another rank was stuck
-                _record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
+                record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
             console.line("\n".join([str(error), *(error.stack if isinstance(error, Stall) else [])]))
             if alive:
                 pids = ", ".join(map(str, alive))
@@ -317,20 +317,20 @@ def final_exit_code(
     if code == ConfigError.exit_code and status.get("pid", code) is None and unmarked:
         # The launcher's argparse has refused an option of the user: it ends with this code before a worker starts.
         error = ConfigError(unmarked[-1], where="the launcher", fix="change the options after `--`")
-        _record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
+        record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     if code in WORKER_CODES:  # the disk is too full even for status.json
         return code
     if received:
         name, code = signal.Signals(received).name, 128 + received
-        _record_end(folder, name, again=has_attempt, state="stopped", exit_code=code, signal=name, error=None)
+        record_end(folder, name, again=has_attempt, state="stopped", exit_code=code, signal=name, error=None)
         return code
     # torchrun's list of failed ranks may be unreadable. If the ranks had met, one was killed; if not, it was a bug.
     cause = f"killed by {signal_name(-code)}" if code < 0 else f"ended with code {code} and no message"
     if code < 0 or status.get("ranks"):
         return _record_death(folder, cause, unmarked=unmarked)
-    _record_end(folder, cause, state="failed", exit_code=SftplayError.exit_code)
+    record_end(folder, cause, state="failed", exit_code=SftplayError.exit_code)
     _print_end(folder, f"the run {cause}", unmarked=unmarked)
     return SftplayError.exit_code
 
@@ -338,7 +338,7 @@ def final_exit_code(
 def _record_death(folder: RunFolder, cause: str, *, unmarked: Sequence[str], again: bool = False) -> int:
     death = Death(cause, where=str(folder.path), fix=f"look at {folder.logs}, then `make resume`")
     end = {"state": "failed", "exit_code": death.exit_code, "signal": None, "error": death.as_json()}
-    _record_end(folder, cause, again=again, **end)
+    record_end(folder, cause, again=again, **end)
     hint = " (memory may have run out)" if signal.SIGKILL.name in cause else ""
     subject = {"killed": "the run was ", "ended": "the run "}.get(cause.split()[0], "")
     _print_end(folder, f"{subject}{cause}{hint}", unmarked=unmarked)
@@ -351,7 +351,8 @@ def _print_end(folder: RunFolder, what: str, *, unmarked: Sequence[str]) -> None
     sys.stderr.write(f"{folder.path}: {what}\n  fix: look at {folder.logs}, then `make resume`\n")
 
 
-def _record_end(folder: RunFolder, cause: str, *, again: bool = False, **changes: Any) -> None:
+def record_end(folder: RunFolder, cause: str, *, again: bool = False, **changes: Any) -> None:
+    """Write how the run has ended into status.json, and close its attempt with the cause."""
     try:
         folder.update_status(**changes)
         folder.close_attempt(cause, again=again)

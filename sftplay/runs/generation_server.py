@@ -73,11 +73,7 @@ def started_server(folder: RunFolder, *, env: dict[str, str]) -> Iterator[tuple[
         options=["--node", HOST], env=env,
     )  # fmt: skip
     try:
-        try:
-            url = FollowedServer(process.look, is_stopping=lambda: False).await_address()
-        except (MachineError, RunError) as error:
-            folder.update_status(state="failed", exit_code=error.exit_code, error=error.as_json())
-            raise
+        url = FollowedServer(process.look, is_stopping=lambda: False).await_address()
         log.say(f"the generation server answers at {url}")
         yield client_environment(url, os.environ), process
     finally:
