@@ -209,6 +209,11 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def follow_link(folder: Path) -> Path:
+    """The folder that a link such as outputs/latest leads to: a run goes by its own name."""
+    return folder.parent / folder.readlink() if folder.is_symlink() else folder
+
+
 def check_new_file(path: Path) -> None:
     """Raise ConfigError when `path` exists already, or when its folder cannot be made or written."""
     if path.exists() or path.is_symlink():

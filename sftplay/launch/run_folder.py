@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sftplay import log
-from sftplay.atomic import examine_object, locked, locked_if_possible, read_lines, read_object, write_text
+from sftplay.atomic import examine_object, follow_link, locked, locked_if_possible, read_lines, read_object, write_text
 from sftplay.config.layers import RESOLVED
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Positive
@@ -305,7 +305,7 @@ def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> Run
         if found is None:
             what, fix = f"no run {run or cfg.run_name!r}", "train first, or check the name"
             raise ConfigError(what, where=str(output), fix=fix)
-        return RunFolder(found)
+        return RunFolder(follow_link(found))
     # Only names that new_folder makes from this stem: runs of `run.yaml`, but not those of `run-long.yaml`.
     pattern = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
     runs = [path for path in output.glob("*") if pattern.fullmatch(path.name) and (path / RESOLVED).is_file()]

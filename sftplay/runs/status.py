@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sftplay.atomic import examine_object, is_locked, read_tail
+from sftplay.atomic import examine_object, follow_link, is_locked, read_tail
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.heartbeat import Beat, read_heartbeats
 from sftplay.launch.cost import compute_cost, format_cost, last_write_s, read_number, sum_attempts, with_ends
@@ -40,19 +40,29 @@ Facts = dict[str, Any]
 def list_runs(output: Path) -> list[Path]:
     """Return the run folders below the output folder, the one that was last written to first."""
     folders = output.absolute().iterdir() if output.is_dir() else ()
-    runs = [path for path in folders if not path.is_symlink() and any((path / name).exists() for name in RUN_FILES)]
+    runs = [path for path in folders if not path.is_symlink() and _has_one(path, RUN_FILES)]
     return sorted(runs, key=_changed_s, reverse=True)
 
 
-def find_folder(output: Path, run: str) -> Path:
-    """Return a run's folder by its name or path. Raise ConfigError where there is none."""
-    for place in (Path(run), output / run):
-        if any((place / name).exists() for name in RUN_FILES):
-            return place.absolute()
-    names = [path.name for path in list_runs(output)]
+def find_folder(output: Path, run: str, files: Sequence[str] = RUN_FILES, *, where: str = "") -> Path:
+    """Return the folder, with one of these files, of the run of this name or path. Raise ConfigError where there is
+    none; `where` says what has named it.
+    """
+    places = (Path(run), output / run)
+    if found := next((place for place in places if _has_one(place, files)), None):
+        return follow_link(found)
+    names = [path.name for path in list_runs(output) if _has_one(path, files)]
     near = nearest_names(run, names)
-    fix = f"did you mean {near[0]!r}?" if near else f"name one with RUN=; there is {', '.join(names[:5]) or 'none'}"
-    raise ConfigError(f"no run {run!r}", where=str(output), fix=fix, nearest=near)
+    fix = f"name one of {', '.join(names[:5])}" if names else "train one first: make train CONFIG=..."
+    fix = f"did you mean {near[0]!r}?" if near else fix
+    what = f"no run {run!r}" + (f" in {output}" if where else "")
+    raise ConfigError(what, where=where or str(output), fix=fix, nearest=near)
+
+
+def _has_one(folder: Path, files: Sequence[str]) -> bool:
+    with suppress(OSError):  # somebody else's folder, or a list of names that is no path
+        return any((folder / name).exists() for name in files)
+    return False
 
 
 def describe_runs(folders: Sequence[Path]) -> list[Facts]:
@@ -100,7 +110,7 @@ def _describe(folder: Path, job: JobFolder | None, states: Mapping[int, dict[str
         "step": step,
         "exit_code": code if isinstance(code := status.get("exit_code"), int) else None,
         "last_checkpoint": checkpoint if isinstance(checkpoint, str) else None,
-        "path": str(folder),
+        "path": str(folder.absolute()),
         "now": now,
         "steps": None if steps is None else int(steps),
         **{key: _finite(last.get(key)) for key in ("loss", "reward", "tokens_per_s", "step_s")},
