@@ -240,7 +240,7 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
             what = f"there is no GPU to start a process on ({machine.gpu_reason})"
             fix = "give the number of processes (NPROC=2), or use `make train`"
             raise MachineError(what, where="--nproc gpu", fix=fix)
-    elif args.nproc.isdigit() and int(args.nproc) > 0:
+    elif args.nproc.isdecimal() and int(args.nproc) > 0:
         nproc = int(args.nproc)
     else:
         raise ConfigError(f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2")

@@ -25,7 +25,7 @@ from typing import Any
 
 from sftplay import __version__
 from sftplay.atomic import is_locked, read_lines, read_object, write_text
-from sftplay.errors import MachineError, SftplayError
+from sftplay.errors import MachineError, SftplayError, without_secrets
 from sftplay.launch.generation_server import FollowedServer, ServerProcess, client_environment
 from sftplay.launch.nodes import TOKEN
 from sftplay.launch.processes import end_launch, list_children
@@ -164,14 +164,14 @@ SHOWN = (
     "SLURM", "CUDA", "NVIDIA", "NCCL", "GLOO", "MASTER_", "OMP_", "HF_", "TRANSFORMERS_", "TORCH", "PYTHON", "WANDB_",
     "SFTPLAY_", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_", "HOSTNAME",
 )  # fmt: skip
-SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "JWT")
 
 
 def write_environment(job: JobFolder) -> None:
     """Write the variables on which a run may depend to env.txt; none whose name speaks of a secret."""
     shown = {key: value for key, value in os.environ.items() if key.startswith(SHOWN)}
-    lines = [f"{key}={shown[key]}" for key in sorted(shown) if not any(part in key.upper() for part in SECRET)]
-    write_text(job.path / ENVIRONMENT, "\n".join(lines) + "\n")
+    lines = [f"{key}={shown[key]}\n" for key in sorted(shown) if not any(part in key.upper() for part in SECRET)]
+    write_text(job.path / ENVIRONMENT, without_secrets("".join(lines)))
 
 
 def write_summary(job: JobFolder, *, processes: int, exit_code: int | None) -> None:
