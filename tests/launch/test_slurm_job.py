@@ -285,6 +285,16 @@ def test_job_ends_with_the_trainers_code_and_leaves_its_summary(life: Life, slur
     assert newest_job(life.run).job == 12  # known to `make status` though `sbatch` has queued it
 
 
+def test_a_summary_that_cannot_be_written_changes_neither_the_run_nor_its_code(life: Life, slurm: Callable[..., Path]):
+    calls = slurm(scontrol="exit 0")
+    for name in ("job_summary.txt", "env.txt"):
+        (life.job.path / name).mkdir(parents=True)
+    assert life.end(code=138) == 138
+    assert "trainer" in life.job.log.read_text()
+    assert "job_summary.txt" in life.job.output.read_text()
+    assert "scontrol requeue 12" in calls.read_text()
+
+
 def test_logs_and_cancel_name_the_runs_with_a_job_or_how_to_queue_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
