@@ -151,7 +151,7 @@ class RunFolder:
         MachineError if it cannot be moved.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        target = _first_free(RunFolder(self.path.parent / SET_ASIDE / f"{self.name}-{stamp}"), claim=True).path
+        target = first_free(RunFolder(self.path.parent / SET_ASIDE / f"{self.name}-{stamp}"), claim=True).path
         shutil.rmtree(self.path / "base", ignore_errors=True)  # as large as the model, and merged again from its files
         try:
             self.path.rename(target)
@@ -271,7 +271,7 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     name = cfg.run_name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunFolder(Path(cfg.output_dir) / name)
     if cfg.run_name is None:
-        return _first_free(folder, claim=claim)
+        return first_free(folder, claim=claim)
     if folder.resolved.exists() and folder.has_made_step:
         taken = name_taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
         if claim:
@@ -280,7 +280,8 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     return folder
 
 
-def _first_free(folder: RunFolder, *, claim: bool) -> RunFolder:
+def first_free(folder: RunFolder, *, claim: bool) -> RunFolder:
+    """The folder, or with a number behind its name the first that is not there; with `claim` it is created."""
     path, n = folder.path, 2
     while True:
         if not path.exists():
