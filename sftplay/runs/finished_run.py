@@ -22,7 +22,6 @@ from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.log import Screen
 from sftplay.model.libraries import unneeded
 from sftplay.model.source import is_local
-from sftplay.runs.status import find_folder
 from sftplay.startup import leave_out
 
 
@@ -34,6 +33,8 @@ def name_config(args: Namespace) -> None:
         return
     if not args.run:
         raise ConfigError("no run is named", where="--run", fix=f"name one: make {args.verb} RUN=name")
+    from sftplay.runs.status import find_folder
+
     found = find_folder(Path("outputs"), args.run, (RESOLVED,))
     args.config, args.run = str(found / RESOLVED), str(found)
 

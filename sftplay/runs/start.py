@@ -243,10 +243,12 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
     elif args.nproc.isdecimal() and int(args.nproc) > 0:
         nproc = int(args.nproc)
     else:
-        raise ConfigError(f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2")
+        raise ConfigError(
+            f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2 (NPROC=2)"
+        )
     if is_here and 0 < len(machine.gpus) < nproc:
         what = f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible"
-        raise MachineError(what, where="--nproc", fix=f"use --nproc {len(machine.gpus)}")
+        raise MachineError(what, where="--nproc", fix=f"use NPROC={len(machine.gpus)}")
     # Several nodes must know the port in advance. On one node, two runs at once must not get the same port.
     port = args.master_port or (RENDEZVOUS_PORT if args.nnodes > 1 else free_port(0))
     launcher_args = tuple(getattr(args, "launcher_args", ()))

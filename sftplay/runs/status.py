@@ -86,11 +86,9 @@ def _describe(folder: Path, job: JobFolder | None, states: Mapping[int, dict[str
     is_held, state = is_locked(folder / ".lock"), status.get("state")
     now = _find_state(state, is_held=is_held, job_state=about_job["state"])
     beats = _read_beats(folder, status) if now == "running" else []
-    known = [
-        _number(status, "step", STATUS, problems),
-        read_number(last.get("step")),
-        *(beat.step - 1 for beat in beats),
-    ]
+    known = [read_number(status.get("step")), read_number(last.get("step")), *(beat.step - 1 for beat in beats)]
+    if status.get("step") is not None and known[0] is None:
+        problems.append(f"{STATUS} has an odd 'step'")
     step, steps = int(max((n for n in known if n is not None), default=0)), read_number(manifest.get("steps"))
     eta_s = _find_eta(lines, left=steps - step) if now == "running" and steps else None
     attempts = status.get("attempts")
@@ -147,13 +145,6 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
         content, problem = {}, f"cannot be read ({error.strerror})"
     problems += [f"{path.name} {problem}"] if problem else []
     return content
-
-
-def _number(content: Mapping[str, Any], key: str, name: str, problems: list[str]) -> float | None:
-    value = content.get(key)
-    if value is not None and read_number(value) is None:
-        problems.append(f"{name} has an odd {key!r}")
-    return read_number(value)
 
 
 def _read_metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
