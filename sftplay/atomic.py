@@ -170,13 +170,16 @@ def use_umask(folder: Path) -> None:
 @contextmanager
 def locked(path: Path, *, waits: bool = True) -> Iterator[None]:
     """Hold a lock on a folder or file, which is made if missing. BlockingIOError if it is taken, without `waits`."""
-    flags = os.O_RDONLY if path.is_dir() else os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    handle = os.open(path, flags, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
+    while True:
+        handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(handle)):
+                yield
+                return
+        finally:
+            os.close(handle)
+        path.parent.mkdir(parents=True, exist_ok=True)  # who held it has moved or removed it
 
 
 @contextmanager
@@ -213,6 +216,11 @@ def check_target(out: Path) -> None:
     """Refuse to write a folder over anything: raise ConfigError where `out` exists."""
     if out.exists() or out.is_symlink():
         raise ConfigError("exists already", where=str(out), fix="remove it, or name another folder with OUT=")
+
+
+def follow_link(folder: Path) -> Path:
+    """The folder that a link such as outputs/latest leads to: a run goes by its own name."""
+    return folder.parent / folder.readlink() if folder.is_symlink() else folder
 
 
 def check_new_file(path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 LONGEST_LINE, LONGEST_END = 1_000, 200
 """Characters of a line of a message, and those kept of its end where it is cut: a message may repeat a value."""
 
-
 MOST_PROBLEMS = 100  # problems of one error that are shown
 _SECRETS = re.compile(r"hf_\w{6,}|(?<=://)[^/@\s]+(?=@)|(?<=token=)[^&\s]+|(?<=Bearer )\S+")
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -22,40 +22,51 @@ ECHO_S = 10.0
 """SLURM sends the end of a job to each of its processes, and a parent forwards it too. Within this time after the first
 stop signal of a job, others are echoes of it."""
 
+ECHO_OF_MAKE_S = 20.0
+"""make forwards a SIGTERM to its recipe (commands.c, fatal_error_signal) after the whole process group, this process
+included, has got it. The second one arrives within this time, on a busy machine too: taken for a signal of the user it
+would kill the workers while they write their last checkpoint. Only one signal counts as an echo."""
+
 
 class Stopped(BaseException):
     """A stop signal came outside a step. It is no `Exception`, so that no library catches it as one of its own."""
 
 
 class Echoes:
-    """Tells echoes of the first stop signal from a second one. Outside a job of SLURM no signal has an echo."""
+    """Tells echoes of the first stop signal from a second one: those of a job of SLURM, and make's to its recipe."""
 
-    def __init__(self) -> None:
-        self.are_possible = "SLURM_JOB_ID" in os.environ
-        self._until = 0.0
+    def __init__(self, *, of_make: bool = False) -> None:
+        """With `of_make` this process may be make's recipe, and is not below one."""
+        self._is_in_job, self._is_recipe = "SLURM_JOB_ID" in os.environ, of_make and "MAKELEVEL" in os.environ
+        self.are_possible = self._is_in_job or self._is_recipe
+        self._until = self._until_of_make = 0.0
 
-    def is_echo(self) -> bool:
+    def is_echo(self, number: int = 0) -> bool:
         """True for an echo of the stop signal for which this was called first. Call it once for each signal."""
         now, is_first = time.monotonic(), not self._until
         if is_first:
             self._until = now + ECHO_S
-        return self.are_possible and not is_first and now < self._until
+        elif self._is_in_job and now < self._until:
+            return True
+        is_of_make = number == signal.SIGTERM and now < self._until_of_make
+        self._until_of_make = now + ECHO_OF_MAKE_S if is_first and self._is_recipe and number == signal.SIGTERM else 0.0
+        return is_of_make
 
 
 class StopAtOnce:
     """Raises `Stopped` at a stop signal. It is used before a run's first step and after its last."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_make: bool = False) -> None:
         self.received = 0
         """The signal that came, 0 for none. It is kept for the case that a library swallows the exception."""
-        self.echoes = Echoes()
+        self.echoes = Echoes(of_make=of_make)
 
     def install(self) -> None:
         """Handle the stop signals of this process."""
-        catch_signals(self._on_signal)
+        catch_signals(self.on_signal)
 
-    def _on_signal(self, number: int, _frame: Any) -> None:
-        if self.echoes.is_echo():
+    def on_signal(self, number: int, _frame: Any) -> None:
+        if self.echoes.is_echo(number):
             return
         if self.received:
             signal.signal(number, signal.SIG_DFL)
@@ -74,6 +85,17 @@ def catch_signals(handler: Callable[[int, Any], None]) -> dict[int, Any]:
     return {stop: signal.signal(stop, handler) for stop in wanted}
 
 
+@contextmanager
+def catching(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """`catch_signals` until the block ends; then the previous handlers come back."""
+    previous = catch_signals(handler)
+    try:
+        yield
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
+
+
 class Forwarder:
     """Forwards the first stop signal to a process, also one that came before the process was started."""
 
@@ -89,15 +111,9 @@ class Forwarder:
         self._forward, self._at_second, self._is_echo = forward, at_second, is_echo
         self._process: subprocess.Popen[bytes] | None = None
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> AbstractContextManager[None]:
         """Handle the stop signals; the previous handlers come back at the end."""
-        previous = catch_signals(self.on_signal)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        return catching(self.on_signal)
 
     def attach(self, process: subprocess.Popen[bytes]) -> None:
         """Forward to this process from now on."""

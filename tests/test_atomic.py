@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -80,6 +81,21 @@ def test_a_lock_is_released_when_its_process_is_killed(tmp_path, kind):
     with locked(path, waits=False):
         pass
     assert not is_locked(path)
+
+
+def test_a_lock_that_was_moved_away_before_it_was_taken_is_taken_where_it_belongs(tmp_path, monkeypatch):
+    path, take = tmp_path / "run" / ".lock", fcntl.flock
+    path.parent.mkdir()
+
+    def take_late(handle, how):  # as one who has waited for the run that was moved
+        if not (tmp_path / "kept").exists():
+            path.parent.rename(tmp_path / "kept")
+        take(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", take_late)
+    with locked(path, waits=False):
+        monkeypatch.undo()
+        assert is_locked(path)
 
 
 def test_a_pipe_or_a_device_is_written_to_and_stays_what_it_is(tmp_path):

@@ -315,6 +315,10 @@ def test_a_number_of_processes_that_is_none_is_refused(dry_run, number):
     assert (code, answer["error"]["where"]) == (2, "--nproc")
 
 
+def test_a_number_of_processes_in_raised_digits_is_no_bug(dry_run):
+    assert dry_run("--nproc=²")[0] == 2
+
+
 @pytest.mark.contract
 def test_one_process_a_gpu_without_gpus_is_a_lack_of_the_machine(dry_run, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

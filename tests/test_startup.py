@@ -47,7 +47,7 @@ def imported_by(place: Path, *words: str) -> dict[str, tuple[int, int, set[str]]
     ("words", "most", "most_lines"),
     [
         (["gpu-info"], 12, 1_730),
-        (["status"], 15, 1_900),
+        (["status"], 14, 1_900),
         (["validate", "--config", "configs/run_lora.yaml"], 42, 6_350),
         (["plan", "--config", "configs/run_lora.yaml", "--gpus", "2xH200", "data.processed_dir=nothing"], 57, 9_460),
     ],

@@ -97,6 +97,11 @@ def test_a_call_that_cannot_be_is_refused_before_anything_starts(call: str, what
     assert "\n  fix: " in done.stderr
 
 
+def test_a_row_of_runs_that_is_stopped_between_two_of_them_does_not_end_well():
+    words = f". {ROOT}/workflows/environment.sh; PY=false; begin_runs; pass_on TERM; train_next a b; exit $first"
+    assert subprocess.run(["bash", "-c", words], check=False).returncode == 143
+
+
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout whose outputs and processed rows are its own."""

@@ -82,11 +82,7 @@ run() {
   shift
   sftplay "$verb" --config "$config" "$@" "${set_values[@]}"
 }
-# Where the run's folder is follows from the config.
-folder=$("$PY" -c 'import sys
-from sftplay.config.load import load_config
-cfg = load_config(sys.argv[1], sys.argv[2:])
-print(f"{cfg.output_dir}/{cfg.run_name}")' "$config" "${set_values[@]}")
+folder=$(folder_of "$config" "${set_values[@]}")
 
 say "2 of 4: training, with chats in between; its folder is $folder"
 run train train.resume=auto

@@ -45,7 +45,7 @@ sftplay() {
 }
 
 # Runs in a row: `begin_runs` once, then `train_next NAME CONFIG KEY=VALUE ...` for each. It sets `code` (- where nothing was
-# started any more), `took` in seconds, and `first`: the exit code of the first run that failed. Job control gives each
+# started any more), `took` in seconds, and `first`: the exit code of the first run that failed, or was left out. Job control gives each
 # run a process group of its own: a Ctrl-C reaches the script alone, which passes it on once.
 begin_runs() {
   set -m
@@ -57,7 +57,7 @@ begin_runs() {
 
 # shellcheck disable=SC2329 # the traps call it
 pass_on() {
-  stopped=1
+  stopped=$((128 + $(kill -l "$1")))
   [ -z "$child" ] || kill "-$1" "$child" 2> /dev/null || true
 }
 
@@ -66,7 +66,10 @@ train_next() {
   local run=$1 config=$2 began=$SECONDS
   shift 2
   code=- took=0
-  [ -z "$stopped" ] || return 0
+  if [ -n "$stopped" ]; then
+    [ "$first" -ne 0 ] || first=$stopped
+    return
+  fi
   say "$run"
   code=0
   "$PY" -m sftplay train --config "$config" "run_name=$run" train.resume=auto "$@" &
@@ -78,7 +81,7 @@ train_next() {
     wait "$child" || code=$?
   done
   child='' took=$((SECONDS - began))
-  case $code in 129 | 130 | 138 | 143) stopped=1 ;; esac
+  case $code in 129 | 130 | 138 | 143) stopped=$code ;; esac
   [ "$first" -ne 0 ] || first=$code
 }
 

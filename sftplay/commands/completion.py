@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 
 from sftplay.cli import VERBS, find_flags, list_flags
 from sftplay.config.keys import all_keys, list_keys
 from sftplay.errors import ConfigError
-
-PATHS = ("--config", "--in", "--out", "--data", "--merged")  # flags that take a file
-
-MAKE_WORDS = (
-    "CONFIG=", "ARGS=", "RUN=", "NPROC=", "NNODES=", "DRY_RUN=1", "JSON=1", "DATA=", "OUT=", "IN=", "GPUS=", "VRAM=",
-    "COMPARE=1", "N=", "SPLIT=", "TEMPERATURE=", "TOP_P=", "MAX_NEW_TOKENS=", "SEED=", "RUN_A=", "RUN_B=", "MODEL=",
-    "PORT=", "STYLE=", "MERGED=",
-)  # fmt: skip
+from sftplay.make_arguments import list_settings, read_recipes
+from sftplay.places import ROOT
 
 BASH = r"""# sftplay completion for bash: put `eval "$(sftplay completion bash)"` into ~/.bashrc
 _sftplay_verbs='@VERBS@'
@@ -79,15 +74,26 @@ def completion(args: Namespace) -> int:
     """`completion`: the text that a shell reads to complete verbs, flags and keys of this kit."""
     if args.shell not in SHELLS:
         what = f"no completion for the shell {args.shell!r}" if args.shell else "completion needs a shell"
-        raise ConfigError(what, where="SHELL", fix=f"sftplay completion {' | '.join(SHELLS)}")
+        fix = f"sftplay completion {' | '.join(SHELLS)}; by make: FOR=bash"
+        raise ConfigError(what, where="completion", fix=fix)
     print(SHELLS[args.shell](), end="")
     return 0
+
+
+def _list_paths() -> list[str]:
+    """The flags that take a file or a folder."""
+    flags = {flag: options.get("type") for verb in VERBS for flag, options in find_flags(verb).items()}
+    return ["--config", "--data", *(flag for flag, kind in flags.items() if kind is os.path.expanduser)]
 
 
 def bash_text() -> str:
     """The script for bash. It completes make too, where nothing else does."""
     cases = "\n".join(f"    {verb}) echo '{' '.join(list_flags(verb))}' ;;" for verb in VERBS)
-    text = BASH.replace("@PATHS@", "|".join(PATHS)).replace("@CASES@", cases).replace("@MAKE@", " ".join(MAKE_WORDS))
+    recipes = read_recipes(ROOT / "Makefile") if (ROOT / "Makefile").is_file() else {}  # pip installs none
+    settings = sorted({f"{name}=" for recipe in recipes.values() for name in list_settings(recipe)})
+    text = (
+        BASH.replace("@PATHS@", "|".join(_list_paths())).replace("@CASES@", cases).replace("@MAKE@", " ".join(settings))
+    )
     return text.replace("@VERBS@", " ".join(VERBS)).replace("@KEYS@", " ".join(_list_keys()))
 
 
@@ -100,18 +106,20 @@ def zsh_text() -> str:
     """The script for zsh, with what each verb does. zsh completes make's targets by itself."""
     described = " ".join(_quoted(f"{verb}:{text}") for verb, (_, text) in VERBS.items())
     cases = "\n".join(f"    {verb}) flags='{' '.join(list_flags(verb))}' ;;" for verb in VERBS)
-    text = ZSH.replace("@PATHS@", "|".join(PATHS)).replace("@ZSH_CASES@", cases).replace("@DESCRIBED@", described)
+    text = (
+        ZSH.replace("@PATHS@", "|".join(_list_paths())).replace("@ZSH_CASES@", cases).replace("@DESCRIBED@", described)
+    )
     return text.replace("@QUOTED_KEYS@", " ".join(map(_quoted, _list_keys())))
 
 
 def fish_text() -> str:
     """The script for fish, with what each verb and flag does. fish completes make's targets by itself."""
-    lines = [FISH_HEAD, "complete -c sftplay -f"]
+    lines, paths = [FISH_HEAD, "complete -c sftplay -f"], _list_paths()
     for verb, (_, text) in VERBS.items():
         lines.append(f"complete -c sftplay -n __fish_use_subcommand -a {verb} -d {_quoted(text)}")
         for flag in list_flags(verb):
             about = _quoted(find_flags(verb).get(flag, {}).get("help") or "")
-            takes_path = " -r -F" if flag in PATHS else ""
+            takes_path = " -r -F" if flag in paths else ""
             seen = f"'__fish_seen_subcommand_from {verb}'"
             lines.append(f"complete -c sftplay -n {seen} -l {flag.removeprefix('--')} -d {about}{takes_path}")
     after = "'not __fish_use_subcommand'"

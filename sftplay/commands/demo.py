@@ -15,7 +15,7 @@ from sftplay.commands.train import launch
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.run_folder import RunFolder, first_free
 from sftplay.places import shipped
 
 CONFIG = "configs/run_demo.yaml"
@@ -84,9 +84,7 @@ def _move_aside(folder: RunFolder) -> None:
         return
     with folder.locked():
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.resolved.stat().st_mtime))
-        target, n = folder.path.with_name(f"{NAME}-{stamp}"), 2
-        while target.exists():
-            target, n = folder.path.with_name(f"{NAME}-{stamp}-{n}"), n + 1
+        target = first_free(RunFolder(folder.path.with_name(f"{NAME}-{stamp}")), claim=False).path
         folder.path.rename(target)
     log.say(f"the earlier demo is now {target}", "demo")
 

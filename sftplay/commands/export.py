@@ -48,10 +48,8 @@ def export(args: Namespace) -> int:
     if args.format == "gguf":
         return _export_gguf(args)
     if args.quant or args.llama_cpp:
-        what = "is of the format gguf"
-        raise ConfigError(
-            what, where="--quant" if args.quant else "--llama-cpp", fix="add --format gguf, or leave it out"
-        )
+        flag, fix = "--quant" if args.quant else "--llama-cpp", "add --format gguf (FORMAT=gguf), or leave it out"
+        raise ConfigError("is of the format gguf", where=flag, fix=fix)
     cfg, folder = open_run(args)
     out = Path(args.out) if args.out else folder.path / "export"
     check_target(out)

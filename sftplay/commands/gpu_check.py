@@ -57,7 +57,7 @@ def comm_check(args: Namespace) -> int:
 
 def gpu_check(args: Namespace) -> int:
     """`gpu-check`: a row for each check on the screen and in both files; code 5 when one has failed."""
-    stop = StopAtOnce()
+    stop = StopAtOnce(of_make=True)
     stop.install()
     try:
         return run_table(args, list(checks.CHECKS), module=checks.__name__)

@@ -42,7 +42,7 @@ def gpu_info(args: Namespace) -> int:
 def memory_check(args: Namespace) -> int:
     """`memory-check`: memory by process, and the plans of the runs that are going on; with --watch until Ctrl-C."""
     output = _output_folder(args)
-    from sftplay.commands.watch import watch
+    from sftplay.commands.status import watch
 
     return watch(args, lambda: _show_memory(output, as_json=args.json))
 

@@ -64,7 +64,7 @@ def plan(args: Namespace) -> int:
         f"tuning      {sized.cfg.tuning.mode}, {train.precision}, {task.describe_tokens(sized.cfg, forecast.size.seq)}",
         f"batch       {sizes} {task.unit(cfg)} a step (batch_size x grad_accum x processes = effective batch)",
         *task.describe_sampling(forecast, sized.as_plan()),
-        *(f"            {key} = {decision.value}: {decision.reason}" for key, decision in sized.decisions.items()),
+        *(f"            {key} = {_as_yaml(made.value)}: {made.reason}" for key, made in sized.decisions.items()),
         "memory on each device, at its peak",
         *describe_memory(forecast),
         *task.describe_phases(forecast),
@@ -76,6 +76,10 @@ def plan(args: Namespace) -> int:
     for line in lines:
         log.show(line)
     return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
+
+
+def _as_yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _estimate_cost(cfg: RunConfig, seen: Forecast, *, seconds: float | None) -> tuple[float | None, list[str]]:

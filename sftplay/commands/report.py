@@ -16,6 +16,7 @@ from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.launch.run_folder import RunFolder, find_run
+from sftplay.runs.status import find_folder
 from sftplay.runs.tensorboard import PID_FILE, end_board, running, start_board
 
 
@@ -32,7 +33,7 @@ def report(args: Namespace) -> int:
     if args.config:
         folder = find_run(load_config(args.config, args.overrides), args.config, run=args.run)
     elif args.run:
-        folder = _find_named(args.run, output, where="--run")
+        folder = RunFolder(find_folder(output, args.run, (RESOLVED,), where="--run"))
     else:
         raise ConfigError("no run is named", where="--run", fix="name one with RUN=, or its config with CONFIG=")
     from sftplay.report.report import NAME, write_report
@@ -48,7 +49,7 @@ def report(args: Namespace) -> int:
 
 
 def _report_several(args: Namespace, names: list[str], output: Path) -> int:
-    folders = [_find_named(name, output, where="--run") for name in names]
+    folders = [RunFolder(find_folder(output, name, (RESOLVED,), where="--run")) for name in names]
     if twice := [folder.name for n, folder in enumerate(folders) if folder in folders[:n]]:
         raise ConfigError(f"names {twice[0]!r} twice", where="--run", fix="name each run once")
     from sftplay.report.several import write_runs_page
@@ -76,16 +77,6 @@ def _split_names(text: str, output: Path) -> list[str]:
     return [os.path.expanduser(name.strip()) for name in words if name.strip()]  # noqa: PTH111 - as the flag does it
 
 
-def _find_named(name: str, output: Path, *, where: str) -> RunFolder:
-    folder = next((path for path in (Path(name), output / name) if (path / RESOLVED).is_file()), None)
-    if folder is None:
-        places = f"neither {name} nor {output / name} holds a {RESOLVED}"
-        near = nearest_names(name, [path.parent.name for path in output.glob(f"*/{RESOLVED}")])
-        fix = f"did you mean {near[0]!r}?" if near else "give a run's folder, or its name"
-        raise ConfigError(f"no run {name!r} ({places})", where=where, fix=fix, nearest=near)
-    return RunFolder(folder)
-
-
 @contextmanager
 def _writable(path: Path) -> Iterator[None]:
     try:
@@ -102,7 +93,7 @@ def compare(args: Namespace) -> int:
     for flag, name in (("--a", args.a), ("--b", args.b)):
         if not name:
             raise ConfigError("no run is named", where=flag, fix="make compare RUN_A=name RUN_B=name")
-        runs.append(_find_named(name, output, where=flag))
+        runs.append(RunFolder(find_folder(output, name, (RESOLVED,), where=flag)))
     from sftplay.report.compare import compare_runs, comparison_table
 
     comparison = compare_runs(*runs)

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftplay import log
-from sftplay.commands.watch import refuse_watched_json
+from sftplay.commands.status import refuse_watched_json
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder

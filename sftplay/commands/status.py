@@ -1,16 +1,20 @@
-"""The verb `status`: the runs of this machine's output folder, and their jobs where they have some."""
+"""The verb `status`: the runs of an output folder, and their jobs; and --watch, which other verbs take too."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
+import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from sftplay import log
-from sftplay.commands.watch import watch
+from sftplay.errors import ConfigError
 from sftplay.runs.status import describe_runs, find_folder, format_run, format_table, list_runs
+
+PAUSE_S = 2.0
 
 
 def status(args: Namespace) -> int:
@@ -34,3 +38,26 @@ def status(args: Namespace) -> int:
             log.show(line)
 
     return watch(args, show)
+
+
+def refuse_watched_json(args: Namespace) -> None:
+    """Raise ConfigError where --json, which is one document, comes with --watch."""
+    if args.watch and args.json:
+        raise ConfigError("--watch and --json do not go together", where="command line", fix="leave one out")
+
+
+def watch(args: Namespace, show: Callable[[], None]) -> int:
+    """Call `show` once, or with --watch until Ctrl-C or until nobody reads it; return the exit code 0."""
+    refuse_watched_json(args)
+    if not args.watch:
+        show()
+        return 0
+    try:
+        while (screen := log.own_screen()) is None or screen.is_read:
+            if sys.stdout.isatty():
+                sys.stdout.write("\x1b[H\x1b[J")  # the cursor goes to the top left corner, the terminal is cleared
+            show()
+            time.sleep(PAUSE_S)
+    except KeyboardInterrupt:
+        pass
+    return 0

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from sftplay.atomic import write_text
 from sftplay.config.cluster import SHARDED, ZERO_STAGES
 from sftplay.errors import ConfigError
 from sftplay.machine.doctor import builds_folder
@@ -141,8 +142,7 @@ def write_accelerate(path: Path, text: str) -> None:
     if path.exists() and not is_untouched(path.read_text(encoding="utf-8", errors="replace")):
         fix = "move it away, or give another file: make setup-accelerate OUT=accelerate_configs/mine.yaml"
         raise ConfigError("was changed after it was written, and stays as it is", where=str(path), fix=fix)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def is_untouched(text: str) -> bool:

@@ -188,10 +188,6 @@ LAST_LINES = 20
 """How many of the launcher's last lines are shown when it ends without a message. logs/launch.log has all of them."""
 
 WORKER_CODES = (2, 3, 4, 5)  # exit codes that only a worker of ours has
-ECHO_S = 20.0
-"""make forwards a SIGTERM to its recipe (commands.c, fatal_error_signal). The second one arrives within this time, on a
-busy machine too: taken for a signal of the user it would kill the workers while they write their last checkpoint. Only
-one signal counts as an echo."""
 
 
 class FolderGone(RunError):
@@ -212,7 +208,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
     """
     console = new_console()
     console.status("[train] the worker imports its libraries")
-    forwarder = Forwarder(partial(_forward, folder=folder), at_second=_kill_group, is_echo=find_echoes())
+    forwarder = Forwarder(partial(_forward, folder=folder), at_second=_kill_group, is_echo=Echoes(of_make=True).is_echo)
     watchdog, check_folder = Watchdog(folder, read_timeout(folder)), watch_folder(folder)
     attempts = len(folder.read_json("status.json").get("attempts", []))
     for path, text in launch.files.items():
@@ -231,7 +227,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
             alive = _kill_launch(watchdog, process)
             recorded = folder.read_json("status.json").get("exit_code")
             if recorded is None:  # otherwise one rank had recorded why it ended, and another rank was stuck
-                _record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
+                record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
             console.line("\n".join([str(error), *(error.stack if isinstance(error, Stall) else [])]))
             if alive:
                 pids = ", ".join(map(str, alive))
@@ -263,27 +259,6 @@ def _forward(process: subprocess.Popen[bytes], number: int, *, folder: RunFolder
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # torchrun's ranks die with it
-
-
-def find_echoes() -> Callable[[int], bool]:
-    """A function that is called once for each stop signal, and says whether it is an echo of the first.
-
-    Echoes come from SLURM, and from make: it forwards a SIGTERM after the whole process group, this process included,
-    has got it.
-    """
-    echoes, until, is_first = Echoes(), 0.0, True
-
-    def is_echo(number: int) -> bool:
-        nonlocal until, is_first
-        if echoes.is_echo():
-            return True
-        now, is_of_make = time.monotonic(), number == signal.SIGTERM and time.monotonic() < until
-        if number == signal.SIGTERM and "MAKELEVEL" in os.environ:
-            until = now + ECHO_S if is_first else 0.0
-        is_first = False
-        return is_of_make
-
-    return is_echo
 
 
 def watch_folder(folder: RunFolder) -> Callable[[], None]:
@@ -342,20 +317,20 @@ def final_exit_code(
     if code == ConfigError.exit_code and status.get("pid", code) is None and unmarked:
         # The launcher's argparse has refused an option of the user: it ends with this code before a worker starts.
         error = ConfigError(unmarked[-1], where="the launcher", fix="change the options after `--`")
-        _record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
+        record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     if code in WORKER_CODES:  # the disk is too full even for status.json
         return code
     if received:
         name, code = signal.Signals(received).name, 128 + received
-        _record_end(folder, name, again=has_attempt, state="stopped", exit_code=code, signal=name, error=None)
+        record_end(folder, name, again=has_attempt, state="stopped", exit_code=code, signal=name, error=None)
         return code
     # torchrun's list of failed ranks may be unreadable. If the ranks had met, one was killed; if not, it was a bug.
     cause = f"killed by {signal_name(-code)}" if code < 0 else f"ended with code {code} and no message"
     if code < 0 or status.get("ranks"):
         return _record_death(folder, cause, unmarked=unmarked)
-    _record_end(folder, cause, state="failed", exit_code=SftplayError.exit_code)
+    record_end(folder, cause, state="failed", exit_code=SftplayError.exit_code)
     _print_end(folder, f"the run {cause}", unmarked=unmarked)
     return SftplayError.exit_code
 
@@ -363,7 +338,7 @@ def final_exit_code(
 def _record_death(folder: RunFolder, cause: str, *, unmarked: Sequence[str], again: bool = False) -> int:
     death = Death(cause, where=str(folder.path), fix=f"look at {folder.logs}, then `make resume`")
     end = {"state": "failed", "exit_code": death.exit_code, "signal": None, "error": death.as_json()}
-    _record_end(folder, cause, again=again, **end)
+    record_end(folder, cause, again=again, **end)
     hint = " (memory may have run out)" if signal.SIGKILL.name in cause else ""
     subject = {"killed": "the run was ", "ended": "the run "}.get(cause.split()[0], "")
     _print_end(folder, f"{subject}{cause}{hint}", unmarked=unmarked)
@@ -376,7 +351,8 @@ def _print_end(folder: RunFolder, what: str, *, unmarked: Sequence[str]) -> None
     sys.stderr.write(f"{folder.path}: {what}\n  fix: look at {folder.logs}, then `make resume`\n")
 
 
-def _record_end(folder: RunFolder, cause: str, *, again: bool = False, **changes: Any) -> None:
+def record_end(folder: RunFolder, cause: str, *, again: bool = False, **changes: Any) -> None:
+    """Write how the run has ended into status.json, and close its attempt with the cause."""
     try:
         folder.update_status(**changes)
         folder.close_attempt(cause, again=again)

@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sftplay import log
-from sftplay.atomic import examine_object, locked, locked_if_possible, read_lines, read_object, write_text
+from sftplay.atomic import examine_object, follow_link, locked, locked_if_possible, read_lines, read_object, write_text
 from sftplay.config.layers import RESOLVED
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Positive
-from sftplay.errors import ConfigError, MachineError
+from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.heartbeat import read_heartbeats
 
 PARENT = "SFTPLAY_PARENT"  # The parent sets it to its own pid. By this a worker sees whether its parent is still alive.
@@ -151,7 +151,7 @@ class RunFolder:
         MachineError if it cannot be moved.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        target = _first_free(RunFolder(self.path.parent / SET_ASIDE / f"{self.name}-{stamp}"), claim=True).path
+        target = first_free(RunFolder(self.path.parent / SET_ASIDE / f"{self.name}-{stamp}"), claim=True).path
         shutil.rmtree(self.path / "base", ignore_errors=True)  # as large as the model, and merged again from its files
         try:
             self.path.rename(target)
@@ -271,7 +271,7 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     name = cfg.run_name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunFolder(Path(cfg.output_dir) / name)
     if cfg.run_name is None:
-        return _first_free(folder, claim=claim)
+        return first_free(folder, claim=claim)
     if folder.resolved.exists() and folder.has_made_step:
         taken = name_taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
         if claim:
@@ -280,7 +280,8 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     return folder
 
 
-def _first_free(folder: RunFolder, *, claim: bool) -> RunFolder:
+def first_free(folder: RunFolder, *, claim: bool) -> RunFolder:
+    """The folder, or with a number behind its name the first that is not there; with `claim` it is created."""
     path, n = folder.path, 2
     while True:
         if not path.exists():
@@ -303,9 +304,11 @@ def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> Run
         candidates = [Path(run), output / run] if run else [output / str(cfg.run_name)]
         found = next((path for path in candidates if (path / RESOLVED).is_file()), None)
         if found is None:
-            what, fix = f"no run {run or cfg.run_name!r}", "train first, or check the name"
-            raise ConfigError(what, where=str(output), fix=fix)
-        return RunFolder(found)
+            name = run or str(cfg.run_name)
+            near = nearest_names(name, [path.parent.name for path in output.glob(f"*/{RESOLVED}")])
+            fix = f"did you mean {near[0]!r}?" if near else "train first, or check the name"
+            raise ConfigError(f"no run {name!r}", where=str(output), fix=fix, nearest=near)
+        return RunFolder(follow_link(found))
     # Only names that new_folder makes from this stem: runs of `run.yaml`, but not those of `run-long.yaml`.
     pattern = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
     runs = [path for path in output.glob("*") if pattern.fullmatch(path.name) and (path / RESOLVED).is_file()]

@@ -16,7 +16,7 @@ from sftplay.atomic import read_object, write_text
 from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import ConfigError
 from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
 from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.log import Screen
@@ -33,12 +33,9 @@ def name_config(args: Namespace) -> None:
         return
     if not args.run:
         raise ConfigError("no run is named", where="--run", fix=f"name one: make {args.verb} RUN=name")
-    output = Path("outputs")
-    found = next((path for path in (Path(args.run), output / args.run) if (path / RESOLVED).is_file()), None)
-    if found is None:
-        near = nearest_names(args.run, [path.parent.name for path in output.glob(f"*/{RESOLVED}")])
-        fix = f"did you mean RUN={near[0]}?" if near else "give a run's folder or its name, or CONFIG="
-        raise ConfigError(f"no run {args.run!r}", where=str(output), fix=fix, nearest=near)
+    from sftplay.runs.status import find_folder
+
+    found = find_folder(Path("outputs"), args.run, (RESOLVED,))
     args.config, args.run = str(found / RESOLVED), str(found)
 
 

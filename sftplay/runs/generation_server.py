@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -45,51 +44,38 @@ def follow_with_server(
     RunError where the server never answers.
     """
     processes = folder.read_json("plan.json")["world_size"] // nnodes
-    with started_server(folder, env=server_gpus(cfg, processes)) as (env, process):
+    own_env, log_file = server_gpus(cfg, processes), folder.logs / "generation_server.log"
+    log.say("starting the generation server, which takes a minute; its own lines go to logs/generation_server.log")
+    process = ServerProcess(
+        folder.resolved, log_file.with_suffix(".url"), log_file=log_file, options=["--node", HOST], env=own_env
+    )
+    server = FollowedServer(process.look, is_stopping=lambda: False)
 
-        def check() -> None:
-            check_alive(process)
-            if check_nodes:
-                check_nodes()
+    def check_server() -> None:
+        code, _ = process.look()
+        if code is not None:  # the trainers may be started again with another one
+            what = f"the generation server has ended with {code} while the run trained"
+            raise Death(what, where="grpo.generation", fix="look at logs/generation_server.log, then `make resume`")
 
-        exit_code = follow(replace(command, env={**command.env, **env}), folder, check_nodes=check)
+    def check() -> None:
+        check_server()
+        if check_nodes:
+            check_nodes()
+
+    try:
+        url = server.await_address()
+        log.say(f"the generation server answers at {url}")
+        env = {**command.env, **client_environment(url, os.environ)}
+        exit_code = follow(replace(command, env=env), folder, check_nodes=check)
         if exit_code == RunError.exit_code:  # the worker may have noticed first
-            FollowedServer(process.look, is_stopping=lambda: False).await_end(NOTICED_S)
+            server.await_end(NOTICED_S)
             try:
-                check_alive(process)
+                check_server()
             except Death as error:
                 folder.update_status(error=error.as_json())
         return exit_code
-
-
-@contextmanager
-def started_server(folder: RunFolder, *, env: dict[str, str]) -> Iterator[tuple[dict[str, str], ServerProcess]]:
-    """Hold the run's server on this machine, with `env`, until the block ends: yield the trainers' variables,
-    and what holds it. Raise MachineError or RunError where it never answers.
-    """
-    log.say("starting the generation server, which takes a minute; its own lines go to logs/generation_server.log")
-    process = ServerProcess(
-        folder.resolved, folder.logs / "generation_server.url", log_file=folder.logs / "generation_server.log",
-        options=["--node", HOST], env=env,
-    )  # fmt: skip
-    try:
-        try:
-            url = FollowedServer(process.look, is_stopping=lambda: False).await_address()
-        except (MachineError, RunError) as error:
-            folder.update_status(state="failed", exit_code=error.exit_code, error=error.as_json())
-            raise
-        log.say(f"the generation server answers at {url}")
-        yield client_environment(url, os.environ), process
     finally:
         process.end()
-
-
-def check_alive(process: ServerProcess) -> None:
-    """Raise Death if the server has ended: the trainers may be started again with another one."""
-    code, _ = process.look()
-    if code is not None:
-        what = f"the generation server has ended with {code} while the run trained"
-        raise Death(what, where="grpo.generation", fix="look at logs/generation_server.log, then `make resume`")
 
 
 def server_gpus(cfg: RunConfig, processes: int) -> dict[str, str]:

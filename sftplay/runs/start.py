@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -26,7 +26,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.command import Launch, Scale, build_launch
-from sftplay.launch.follow import FolderGone, follow
+from sftplay.launch.follow import FolderGone, follow, record_end
 from sftplay.launch.processes import cause_of_death
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder, name_taken
 from sftplay.log import is_terminal
@@ -45,6 +45,7 @@ from sftplay.runs.strategy_setup import (
     refuse_unusable,
     with_accumulation,
 )
+from sftplay.signals import StopAtOnce, Stopped, catching
 from sftplay.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -77,6 +78,41 @@ def run_workers(
         prepare_deepspeed(cfg, folder, command=command)
         await_ready(rendezvous)
         check_nodes = watch_nodes(rendezvous, folder)
+    exit_code = _follow_attempts(command, folder, cfg=cfg, args=args, check_nodes=check_nodes)
+    if exit_code in (ConfigError.exit_code, MachineError.exit_code, DataError.exit_code) and rendezvous is None:
+        folder = archive_aborted_run(folder)
+    report_at_end(folder)
+    if args.json and (args.verb != "demo" or exit_code):
+        print(json.dumps(describe_end(folder)))
+    return exit_code
+
+
+def _follow_attempts(
+    command: Launch, folder: RunFolder, *, cfg: RunConfig, args: Namespace, check_nodes: Callable[[], None] | None
+) -> int:
+    """Start and follow the run's attempts; record a stop signal or an error that comes while no worker is there."""
+    stop = StopAtOnce(of_make=True)
+    try:
+        with catching(stop.on_signal):
+            return _restart_while_due(command, folder, cfg=cfg, args=args, check_nodes=check_nodes)
+    except Stopped as stopped:
+        name, code = str(stopped), 128 + stop.received
+        recorded = folder.read_json("status.json").get("exit_code")
+        if recorded is None and folder.resolved.exists():
+            record_end(folder, name, state="stopped", exit_code=code, signal=name)
+            log.say(f"stopped by {name} before the workers had started; `make resume` continues the run")
+        return code if recorded is None else int(recorded)
+    except FolderGone:
+        raise
+    except SftplayError as error:
+        if folder.read_json("status.json").get("exit_code") is None:
+            record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
+        raise
+
+
+def _restart_while_due(
+    command: Launch, folder: RunFolder, *, cfg: RunConfig, args: Namespace, check_nodes: Callable[[], None] | None
+) -> int:
     restarts, max_restarts = 0, cfg.cluster.max_restarts
     while True:
         write_text(folder.path / "launch.txt", command.as_text() + "\n")
@@ -110,13 +146,7 @@ def run_workers(
             if stored.train.resume in ("never", "auto") or newest_complete(folder.checkpoints)[0] is not None:
                 write_text(folder.resolved, dump_resolved(stored.with_values({"train.resume": "auto"}, "restart")))
         else:
-            break
-    if exit_code in (ConfigError.exit_code, MachineError.exit_code, DataError.exit_code) and rendezvous is None:
-        folder = archive_aborted_run(folder)
-    report_at_end(folder)
-    if args.json and (args.verb != "demo" or exit_code):
-        print(json.dumps(describe_end(folder)))
-    return exit_code
+            return exit_code
 
 
 def shrink(folder: RunFolder, rows: int) -> None:
@@ -210,13 +240,15 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
             what = f"there is no GPU to start a process on ({machine.gpu_reason})"
             fix = "give the number of processes (NPROC=2), or use `make train`"
             raise MachineError(what, where="--nproc gpu", fix=fix)
-    elif args.nproc.isdigit() and int(args.nproc) > 0:
+    elif args.nproc.isdecimal() and int(args.nproc) > 0:
         nproc = int(args.nproc)
     else:
-        raise ConfigError(f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2")
+        raise ConfigError(
+            f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2 (NPROC=2)"
+        )
     if is_here and 0 < len(machine.gpus) < nproc:
         what = f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible"
-        raise MachineError(what, where="--nproc", fix=f"use --nproc {len(machine.gpus)}")
+        raise MachineError(what, where="--nproc", fix=f"use NPROC={len(machine.gpus)}")
     # Several nodes must know the port in advance. On one node, two runs at once must not get the same port.
     port = args.master_port or (RENDEZVOUS_PORT if args.nnodes > 1 else free_port(0))
     launcher_args = tuple(getattr(args, "launcher_args", ()))

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sftplay.atomic import examine_object, is_locked, read_tail
+from sftplay.atomic import examine_object, follow_link, is_locked, read_tail
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.heartbeat import Beat, read_heartbeats
 from sftplay.launch.cost import compute_cost, format_cost, last_write_s, read_number, sum_attempts, with_ends
@@ -40,19 +40,29 @@ Facts = dict[str, Any]
 def list_runs(output: Path) -> list[Path]:
     """Return the run folders below the output folder, the one that was last written to first."""
     folders = output.absolute().iterdir() if output.is_dir() else ()
-    runs = [path for path in folders if not path.is_symlink() and any((path / name).exists() for name in RUN_FILES)]
+    runs = [path for path in folders if not path.is_symlink() and _has_one(path, RUN_FILES)]
     return sorted(runs, key=_changed_s, reverse=True)
 
 
-def find_folder(output: Path, run: str) -> Path:
-    """Return a run's folder by its name or path. Raise ConfigError where there is none."""
-    for place in (Path(run), output / run):
-        if any((place / name).exists() for name in RUN_FILES):
-            return place.absolute()
-    names = [path.name for path in list_runs(output)]
+def find_folder(output: Path, run: str, files: Sequence[str] = RUN_FILES, *, where: str = "") -> Path:
+    """Return the folder, with one of these files, of the run of this name or path. Raise ConfigError where there is
+    none; `where` says what has named it.
+    """
+    places = (Path(run), output / run)
+    if found := next((place for place in places if _has_one(place, files)), None):
+        return follow_link(found)
+    names = [path.name for path in list_runs(output) if _has_one(path, files)]
     near = nearest_names(run, names)
-    fix = f"did you mean {near[0]!r}?" if near else f"name one with RUN=; there is {', '.join(names[:5]) or 'none'}"
-    raise ConfigError(f"no run {run!r}", where=str(output), fix=fix, nearest=near)
+    fix = f"name one of {', '.join(names[:5])}" if names else "train one first: make train CONFIG=..."
+    fix = f"did you mean {near[0]!r}?" if near else fix
+    what = f"no run {run!r}" + (f" in {output}" if where else "")
+    raise ConfigError(what, where=where or str(output), fix=fix, nearest=near)
+
+
+def _has_one(folder: Path, files: Sequence[str]) -> bool:
+    with suppress(OSError):  # somebody else's folder, or a list of names that is no path
+        return any((folder / name).exists() for name in files)
+    return False
 
 
 def describe_runs(folders: Sequence[Path]) -> list[Facts]:
@@ -76,11 +86,9 @@ def _describe(folder: Path, job: JobFolder | None, states: Mapping[int, dict[str
     is_held, state = is_locked(folder / ".lock"), status.get("state")
     now = _find_state(state, is_held=is_held, job_state=about_job["state"])
     beats = _read_beats(folder, status) if now == "running" else []
-    known = [
-        _number(status, "step", STATUS, problems),
-        read_number(last.get("step")),
-        *(beat.step - 1 for beat in beats),
-    ]
+    known = [read_number(status.get("step")), read_number(last.get("step")), *(beat.step - 1 for beat in beats)]
+    if status.get("step") is not None and known[0] is None:
+        problems.append(f"{STATUS} has an odd 'step'")
     step, steps = int(max((n for n in known if n is not None), default=0)), read_number(manifest.get("steps"))
     eta_s = _find_eta(lines, left=steps - step) if now == "running" and steps else None
     attempts = status.get("attempts")
@@ -100,7 +108,7 @@ def _describe(folder: Path, job: JobFolder | None, states: Mapping[int, dict[str
         "step": step,
         "exit_code": code if isinstance(code := status.get("exit_code"), int) else None,
         "last_checkpoint": checkpoint if isinstance(checkpoint, str) else None,
-        "path": str(folder),
+        "path": str(folder.absolute()),
         "now": now,
         "steps": None if steps is None else int(steps),
         **{key: _finite(last.get(key)) for key in ("loss", "reward", "tokens_per_s", "step_s")},
@@ -137,13 +145,6 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
         content, problem = {}, f"cannot be read ({error.strerror})"
     problems += [f"{path.name} {problem}"] if problem else []
     return content
-
-
-def _number(content: Mapping[str, Any], key: str, name: str, problems: list[str]) -> float | None:
-    value = content.get(key)
-    if value is not None and read_number(value) is None:
-        problems.append(f"{name} has an odd {key!r}")
-    return read_number(value)
 
 
 def _read_metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:

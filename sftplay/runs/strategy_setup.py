@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.config.cluster import ZERO_STAGES
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
@@ -135,7 +136,7 @@ def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, nod
         values = read_deepspeed(Path(cfg.cluster.deepspeed))
         offloads = "offload_optimizer" in values.get("zero_optimization", {})
         if node == 0:
-            (folder.path / PLAIN).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            write_text(folder.path / PLAIN, json.dumps(values, indent=2) + "\n")
     prebuild_deepspeed_ops(has_gpu="DS_ACCELERATOR" not in command.env, offloads=offloads)
 
 

@@ -168,10 +168,11 @@ def find_job(output: Path, run: str | None) -> JobFolder:
         if job := newest_job(place.absolute()):
             return job
     if run and any((place / "status.json").exists() for place in places):
-        raise ConfigError(f"the run {run!r} was not submitted", where=str(output), fix="look at it with make report")
-    known = ", ".join(job.run.name for job in all_jobs(output)[:5]) or "none"
-    what = f"no run {run!r} with a job" if run else "no run is named"
-    raise ConfigError(what, where=str(output), fix=f"name one with RUN=; there is {known}")
+        fix = f"look at it with make status RUN={run}"
+        raise ConfigError(f"the run {run!r} was not submitted", where=str(output), fix=fix)
+    known = ", ".join(job.run.name for job in all_jobs(output)[:5])
+    fix = f"name one with RUN=: {known}" if known else "queue one first: make submit CONFIG=..."
+    raise ConfigError(f"no run {run!r} with a job" if run else "no run is named", where=str(output), fix=fix)
 
 
 def all_jobs(output: Path) -> list[JobFolder]:

@@ -33,7 +33,6 @@ from sftplay.config.resolved import dump_given, flow
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors, DataError, MachineError, RunError, SftplayError
 from sftplay.heartbeat import read_heartbeats
-from sftplay.launch.follow import find_echoes
 from sftplay.launch.processes import Death
 from sftplay.launch.run_folder import RunFolder, name_taken
 from sftplay.launch.slurm.request import JobRequest
@@ -41,7 +40,7 @@ from sftplay.machine.probe import probe, usable_cores
 from sftplay.report.figures import as_number, is_less_better
 from sftplay.runs.sweep_job import TrialJob
 from sftplay.runs.sweep_space import Space
-from sftplay.signals import STOP_SIGNALS, TiedPopen, catch_signals
+from sftplay.signals import STOP_SIGNALS, Echoes, TiedPopen, catching
 
 JOURNAL, LOCK, TRIALS, BEST = "journal.log", ".lock", "trials.jsonl", "best.yaml"
 NAME, RUNG = "sweep", "rung "  # of optuna's study; before the share of a run, in the attributes of its trials
@@ -184,22 +183,18 @@ class Sweep:
     @contextmanager
     def _catching(self, active: list[ActiveTrial]) -> Iterator[None]:
         """Note the first stop signal, which all runs get; at a second one kill them."""
-        is_echo = find_echoes()
+        echoes = Echoes(of_make=True)
 
         def on_signal(number: int, _frame: Any) -> None:
-            if is_echo(number):
+            if echoes.is_echo(number):
                 return
             self.received.append(number)
             for trial in active if len(self.received) > 1 else ():
                 if trial.process:
                     trial.process.kill()  # its workers die with it
 
-        previous = catch_signals(on_signal)
-        try:
+        with catching(on_signal):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def _find_slots(self, held: ExitStack) -> list[dict[str, str]]:
         """The environment of each run at a time: GPUs of its own, or its share of the cores."""

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from sftplay import log
-from sftplay.atomic import write_text
+from sftplay.atomic import locked, write_text
 from sftplay.errors import RunError
 from sftplay.machine.ports import HOST, free_port
 from sftplay.places import cache_root
@@ -47,6 +47,12 @@ def start_board(folder: Path, port: int) -> str:
     """Start TensorBoard over `folder` on the next free port; return its address, once it answers. Raise MachineError
     where no port is free, and RunError where it ended, or it does not answer.
     """
+    PID_FILE.parent.mkdir(parents=True, exist_ok=True)
+    with locked(PID_FILE.with_suffix(".lock")):  # another start would record its own, and this one would be left
+        return _start_board(folder, port)
+
+
+def _start_board(folder: Path, port: int) -> str:
     record = running()
     if record is not None:
         log.say(f"already running: {record['url']} (over {record['folder']})", "tensorboard")
@@ -55,7 +61,6 @@ def start_board(folder: Path, port: int) -> str:
         return str(record["url"])
     port = free_port(port)
     folder.mkdir(parents=True, exist_ok=True)
-    LOG_FILE.parent.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", MODULE, "--logdir", str(folder.absolute()), "--host", HOST, "--port", str(port)]
     with LOG_FILE.open("w") as handle:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, start_new_session=True)

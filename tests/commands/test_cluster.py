@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -85,6 +86,19 @@ def test_setup_accelerate_writes_again_but_not_over_a_change(tmp_path, capsys):
     assert main(["setup-accelerate", "--out", str(path)]) == 2
     assert path.read_text() == changed
     assert "stays as it is" in capsys.readouterr().err
+
+
+def test_setup_accelerate_that_is_cut_off_leaves_no_half_a_file_which_it_would_not_write_over(tmp_path, monkeypatch):
+    path, write = tmp_path / "here.yaml", Path.write_text
+
+    def write_half(target, text, **options):
+        write(target, text[:60], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", write_half)
+        assert main(["setup-accelerate", "--out", str(path)]) == 5
+    assert main(["setup-accelerate", "--out", str(path)]) == 0
 
 
 @pytest.mark.contract

@@ -42,6 +42,7 @@ def test_bash_offers_verbs_flags_keys_files_and_the_targets_of_make(tmp_path):
     assert offered(tmp_path, "sftplay", "train", "--config", "configs/run_de") == ["configs/run_demo.yaml"]
     assert "train-distributed" in offered(tmp_path, "make", "train-d", function="_sftplay_make")
     assert offered(tmp_path, "make", "train", "CONF", function="_sftplay_make") == ["CONFIG="]
+    assert offered(tmp_path, "make", "sweep", "GRI", function="_sftplay_make") == ["GRID="]
 
 
 @pytest.mark.parametrize("text", [bash_text(), zsh_text(), fish_text()], ids=["bash", "zsh", "fish"])
@@ -66,6 +67,6 @@ def test_the_shell_itself_finds_no_fault_with_its_script(shell, text, tmp_path):
 
 def test_an_unknown_shell_is_refused_with_those_there_are(capsys):
     assert main(["completion", "tcsh"]) == 2
-    assert "bash | zsh | fish" in capsys.readouterr().err
+    assert "bash | zsh | fish; by make: FOR=bash" in capsys.readouterr().err
     assert main(["completion", "bash"]) == 0
     assert capsys.readouterr().out == bash_text()

@@ -143,6 +143,7 @@ def test_rows_that_nobody_has_counted_leave_the_steps_open(capsys):
     printed = capsys.readouterr().out
     assert "\nsteps       not known: the rows are counted when the data are prepared\n" in printed
     assert "\ndevice      H200, " in printed
+    assert " train.packing = false: " in printed  # as a config has it
 
 
 def test_an_old_card_is_planned_in_fp16(capsys):

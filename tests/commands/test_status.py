@@ -234,7 +234,24 @@ def test_trials_of_a_sweep_are_listed_as_the_runs_they_are_and_its_folder_is_non
     (Path("outputs") / "gone").symlink_to("nowhere")
     (Path("outputs") / "status.json").write_text("{}")
     assert [(run["run"], run["now"]) for run in status(capsys)] == [("s-trial-000", "stopped"), ("s-trial-001", "done")]
-    assert status(capsys, "--run", "latest")["step"] == 400
+    latest = status(capsys, "--run", "latest")
+    assert (latest["run"], latest["step"]) == ("s-trial-001", 400)
+
+
+def test_a_run_of_somebody_else_that_cannot_be_read_hides_no_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    put("mine", state="done", step=400)
+    put("theirs", state="done", step=400)
+    exists = Path.exists
+
+    def refuse(path: Path, **options: Any) -> bool:
+        if "theirs" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", refuse)  # as a folder of mode 0700 does
+    assert [run["run"] for run in status(capsys)] == ["mine"]
 
 
 def test_a_folder_without_runs_says_so(capsys: pytest.CaptureFixture[str]):

@@ -59,6 +59,7 @@ class Life:
     def start(self, *options: str, restarts: int = 0, **trainer: object) -> subprocess.Popen[bytes]:
         env = {**os.environ, "PYTHONPATH": f"{self.hook}:{ROOT}", "TRAINER": json.dumps(trainer), "SLURM_JOB_ID": "12"}
         env |= {"SLURM_RESTART_COUNT": str(restarts), "HF_TOKEN": "hf_secret", "SLURM_JOB_NODELIST": "n1"}
+        env |= {"SLURM_JWT": "a_secret", "HF_ENDPOINT": "https://me:a_secret@mirror"}
         (self.run / "ready").unlink(missing_ok=True)
         argv = [sys.executable, "-m", "sftplay.launch.slurm.job", str(self.run), "--nproc", "2", *options]
         with self.job.output.open("ab") as output:

@@ -14,6 +14,7 @@ import pytest
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay import log as console
+from sftplay import signals
 from sftplay.launch import follow as following
 from sftplay.launch.command import Launch
 from sftplay.launch.follow import FolderGone, follow
@@ -145,8 +146,9 @@ import sys
 from pathlib import Path
 from sftplay.launch.command import Launch
 from sftplay.launch.run_folder import RunFolder
+from sftplay import signals
 from sftplay.launch import follow
-follow.ECHO_S = float(sys.argv[2])
+signals.ECHO_OF_MAKE_S = float(sys.argv[2])
 launch = Launch(tuple(sys.argv[3:]), {"SFTPLAY_FOLLOWED": "1"})
 sys.exit(follow.follow(launch, RunFolder(Path(sys.argv[1]))))
 """
@@ -157,7 +159,7 @@ def followed(folder):
     """A process that follows a worker with this body; returned when the worker is ready."""
     started = []
 
-    def start(body, *, echo_s=following.ECHO_S):
+    def start(body, *, echo_s=signals.ECHO_OF_MAKE_S):
         argv = [sys.executable, "-c", DRIVER, str(folder.path), str(echo_s), *worker(folder, body).argv]
         driver = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(driver)

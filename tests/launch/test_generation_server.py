@@ -26,6 +26,7 @@ from sftplay.cli import main
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.launch.generation_server import client_environment, find_worker_python, starts_server
+from sftplay.launch.run_folder import RunFolder
 from sftplay.runs import generation_server, submit
 from sftplay.tasks.grpo.vllm_server import server_command
 from sftplay.tasks.grpo.vllm_weights import vllm_chosen, within_length
@@ -145,6 +146,54 @@ def test_a_server_on_this_machine_gets_the_gpus_behind_those_that_train(monkeypa
         generation_server.server_gpus(config(tensor_parallel=2), 3)
     monkeypatch.setattr(generation_server, "find_gpus", lambda: ((), "none"))
     assert generation_server.server_gpus(config(), 1) == {}
+
+
+class Starting:
+    """Stands in for a `ServerProcess` that is not ready yet, when this signal comes."""
+
+    number = int(signal.SIGINT)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.was_ended = False
+        Starting.last = self
+
+    def look(self) -> tuple[int | None, str]:
+        signal.raise_signal(self.number)
+        return None, ""
+
+    def end(self) -> None:
+        self.was_ended = True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_stopped_while_its_server_starts_says_so(
+    number: int, write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.setattr(generation_server, "ServerProcess", Starting)
+    monkeypatch.setattr(Starting, "number", int(number))
+    assert main(["train", "--config", str(write_config(**grpo()))]) == 128 + number
+    status = RunFolder(tmp_path / "outputs" / "run").read_json("status.json")
+    assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 128 + number, number.name)
+    assert f"stopped by {number.name} before the workers had started" in capsys.readouterr().out
+    assert Starting.last.was_ended
+
+
+def test_a_run_that_cannot_go_on_for_want_of_gpus_has_failed(
+    write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = str(write_config(**grpo()))
+    monkeypatch.setattr(generation_server, "ServerProcess", Starting)
+    assert main(["train", "--config", config]) == 130
+
+    def refuse(*_: object) -> None:
+        raise MachineError("too few GPUs are left for the server")
+
+    monkeypatch.setattr(generation_server, "server_gpus", refuse)
+    assert main(["resume", "--config", config]) == 3
+    status = RunFolder(tmp_path / "outputs" / "run").read_json("status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 3)
+    assert status["error"]["what"] == "too few GPUs are left for the server"
 
 
 def test_server_is_started_only_where_the_config_names_none():

@@ -175,6 +175,11 @@ def test_a_fixed_name_is_the_run_unless_another_run_is_named(config):
     assert find_run(cfg, "x.yaml").path == fixed
     assert find_run(cfg, "x.yaml", run="other").path == other
     assert find_run(cfg, "x.yaml", run=str(other)).path == other
+    with pytest.raises(ConfigError) as caught:
+        find_run(cfg, "x.yaml", run="ohter")
+    assert caught.value.fix == "did you mean 'other'?"
+    other.with_name("latest").symlink_to("other")
+    assert find_run(cfg, "x.yaml", run="latest").path == other
 
 
 @pytest.mark.parametrize("run", [None, "nowhere"])

@@ -24,7 +24,15 @@ from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm import job
-from sftplay.launch.slurm.job import Allocation, JobFolder, newest_job, others_command, trainer_command, write_summary
+from sftplay.launch.slurm.job import (
+    Allocation,
+    JobFolder,
+    add_job,
+    newest_job,
+    others_command,
+    trainer_command,
+    write_summary,
+)
 from sftplay.launch.slurm.request import JobRequest, gpus_in, in_our_names, job_file, limit_seconds
 from sftplay.signals import Echoes
 
@@ -270,9 +278,37 @@ def test_job_ends_with_the_trainers_code_and_leaves_its_summary(life: Life, slur
     assert facts["lives"].strip() == "1: steps (exit code) 0-4 (7)"
     assert {"nodes", "GPUs", "versions", "start", "end", "steps/h"} <= facts.keys()
     assert "the last lines of training_output.log" in summary
-    assert "hf_secret" not in (life.job.path / "env.txt").read_text()
+    shown = (life.job.path / "env.txt").read_text()
+    assert "_secret" not in shown
+    assert "HF_ENDPOINT=https://...@mirror" in shown
     assert calls.read_text() == ""
     assert newest_job(life.run).job == 12  # known to `make status` though `sbatch` has queued it
+
+
+def test_a_summary_that_cannot_be_written_changes_neither_the_run_nor_its_code(life: Life, slurm: Callable[..., Path]):
+    calls = slurm(scontrol="exit 0")
+    for name in ("job_summary.txt", "env.txt"):
+        (life.job.path / name).mkdir(parents=True)
+    assert life.end(code=138) == 138
+    assert "trainer" in life.job.log.read_text()
+    assert "job_summary.txt" in life.job.output.read_text()
+    assert "scontrol requeue 12" in calls.read_text()
+
+
+def test_logs_and_cancel_name_the_runs_with_a_job_or_how_to_queue_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["logs"]) == 2
+    assert "fix: queue one first: make submit CONFIG=..." in capsys.readouterr().err
+    run = tmp_path / "outputs" / "night"
+    run.mkdir(parents=True)
+    add_job(run, 17)
+    assert main(["cancel"]) == 2
+    assert "fix: name one with RUN=: night" in capsys.readouterr().err
+    RunFolder(tmp_path / "outputs" / "mine").update_status(state="done")
+    assert main(["logs", "--run", "mine"]) == 2
+    assert "fix: look at it with make status RUN=mine" in capsys.readouterr().err
 
 
 def test_summary_of_a_run_that_has_failed_has_all_that_is_known_of_it(tmp_path: Path):
@@ -387,6 +423,16 @@ def test_stop_that_slurm_sends_to_every_process_counts_once(monkeypatch: pytest.
     assert [inside.is_echo() for _ in "abc"] == [False, True, True]
     now[0] += 11
     assert not inside.is_echo()
+
+
+def test_sigterm_that_make_sends_on_to_its_recipe_counts_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("MAKELEVEL", "1")
+    worker, recipe = Echoes(), Echoes(of_make=True)
+    assert [worker.is_echo(signal.SIGTERM) for _ in "ab"] == [False, False]
+    assert [recipe.is_echo(signal.SIGTERM) for _ in "abc"] == [False, True, False]
+    interrupted = Echoes(of_make=True)
+    assert [interrupted.is_echo(number) for number in (signal.SIGINT, signal.SIGTERM)] == [False, False]
 
 
 def test_the_nodes_of_a_job_get_a_token_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import HANG_S, wait_until
@@ -126,6 +128,27 @@ def test_a_stranger_that_takes_the_port_at_the_last_moment_is_no_success(tmp_pat
         with pytest.raises(RunError, match="did not start"):
             tensorboard.start_board(tmp_path / "outputs", port)
     assert not RECORD.exists()
+
+
+def test_two_starts_at_once_make_one_board(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    started, may_answer = [], threading.Event()
+
+    def start(*_, **__):
+        started.append(subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE))
+        return started[-1]
+
+    monkeypatch.setattr(tensorboard, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(tensorboard, "running", lambda: json.loads(RECORD.read_text()) if RECORD.exists() else None)
+    monkeypatch.setattr(tensorboard, "answers", lambda *_: may_answer.wait(HANG_S))
+    with ThreadPoolExecutor(2) as threads:
+        starts = [threads.submit(tensorboard.start_board, tmp_path / "outputs", 0) for _ in "ab"]
+        wait_until(lambda: len(started) > 0)
+        may_answer.set()
+        assert len({each.result() for each in starts}) == 1
+    for board in started:
+        board.communicate()
+    assert len(started) == 1
 
 
 WHOLE = {"url": "http://127.0.0.1:1", "folder": "outputs"}

@@ -17,7 +17,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 from sftplay import __version__
 from sftplay.atomic import is_locked, read_lines, read_object, write_text
-from sftplay.errors import MachineError, SftplayError
+from sftplay.errors import MachineError, SftplayError, without_secrets
 from sftplay.launch.generation_server import FollowedServer, ServerProcess, client_environment
 from sftplay.launch.nodes import TOKEN
 from sftplay.launch.processes import end_launch, list_children
@@ -164,14 +164,14 @@ SHOWN = (
     "SLURM", "CUDA", "NVIDIA", "NCCL", "GLOO", "MASTER_", "OMP_", "HF_", "TRANSFORMERS_", "TORCH", "PYTHON", "WANDB_",
     "SFTPLAY_", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_", "HOSTNAME",
 )  # fmt: skip
-SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "JWT")
 
 
 def write_environment(job: JobFolder) -> None:
     """Write the variables on which a run may depend to env.txt; none whose name speaks of a secret."""
     shown = {key: value for key, value in os.environ.items() if key.startswith(SHOWN)}
-    lines = [f"{key}={shown[key]}" for key in sorted(shown) if not any(part in key.upper() for part in SECRET)]
-    write_text(job.path / ENVIRONMENT, "\n".join(lines) + "\n")
+    lines = [f"{key}={shown[key]}\n" for key in sorted(shown) if not any(part in key.upper() for part in SECRET)]
+    write_text(job.path / ENVIRONMENT, without_secrets("".join(lines)))
 
 
 def write_summary(job: JobFolder, *, processes: int, exit_code: int | None) -> None:
@@ -343,15 +343,17 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = (), has_ser
     job.path.mkdir(parents=True, exist_ok=True)
     if (newest := newest_job(run)) is None or newest.job != job.job:  # started by sbatch, and not by `submit`
         add_job(run, job.job, nodes=allocation.nodes, nproc=nproc)
-    write_environment(job)
+    with _notes_at_best():
+        write_environment(job)
     deadline = time.monotonic() + LOCK_WAIT_S
     while allocation.restarts and is_locked(folder.path / ".lock") and time.monotonic() < deadline:
         time.sleep(0.5)  # a node that was lost may still have processes for a while
     start, start_s, n_before = _format_now(), time.monotonic(), len(folder.read_json("status.json").get("attempts", []))
-    write_summary(job, processes=nproc, exit_code=None)
+    with _notes_at_best():
+        write_summary(job, processes=nproc, exit_code=None)
     what = f"job {job.job}, attempt {allocation.restarts + 1}: {allocation.nodes} node(s), {nproc} process(es) on each"
     say(f"{what}; {job.log} has its lines")
-    with job.log.open("a") as log:
+    with _notes_at_best(), job.log.open("a") as log:
         log.write(f"[job] {start} {what}\n")
     trainer = trainer_command(run, allocation, nproc=nproc, launcher_args=launcher_args)
     others = others_command(trainer, allocation)
@@ -363,17 +365,27 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = (), has_ser
     status = folder.read_json("status.json")
     step, attempts = int(status.get("step") or 0), status.get("attempts", [])[n_before:]
     first, last = (attempts[0].get("from_step") or 0, attempts[-1].get("to_step")) if attempts else (step, step)
-    job.add_life(
-        start=start, end=_format_now(), seconds=round(time.monotonic() - start_s, 3), from_step=int(first),
-        to_step=int(step if last is None else last), exit_code=code,
-        signals=[signal.Signals(number).name for number in forwarder.received],
-    )  # fmt: skip
-    write_summary(job, processes=nproc, exit_code=code)
+    with _notes_at_best():
+        job.add_life(
+            start=start, end=_format_now(), seconds=round(time.monotonic() - start_s, 3), from_step=int(first),
+            to_step=int(step if last is None else last), exit_code=code,
+            signals=[signal.Signals(number).name for number in forwarder.received],
+        )  # fmt: skip
+        write_summary(job, processes=nproc, exit_code=code)
     # Its time is over, or will soon be, or another job takes its place.
     if code == 128 + signal.SIGUSR1 or (code == 128 + signal.SIGTERM and is_cut_off(job.job)):
         _requeue(job, nproc=nproc, code=code)
     say(f"ended with {code}; {job.path} has the summary")
     return code
+
+
+@contextmanager
+def _notes_at_best() -> Iterator[None]:
+    """A full disk keeps neither the run from its start, nor the job from its code and its requeue."""
+    try:
+        yield
+    except OSError as error:
+        say(f"note: {error}")
 
 
 def _train_with_server(job: JobFolder, trainer: Sequence[str], *, others: Sequence[str], forwarder: Forwarder) -> int:
@@ -444,8 +456,9 @@ def _requeue(job: JobFolder, *, nproc: int, code: int) -> None:
             problem = f"stopped with a checkpoint, and not queued again ({error.what})"
     fix = "go on with: make submit CONFIG=... ARGS='run_name=" + job.run.name + " train.resume=auto'"
     say(f"{problem}\n  fix: {fix}")
-    write_text(job.path / NOTE, f"{problem}\n{fix}\n")
-    write_summary(job, processes=nproc, exit_code=code)
+    with _notes_at_best():
+        write_text(job.path / NOTE, f"{problem}\n{fix}\n")
+        write_summary(job, processes=nproc, exit_code=code)
 
 
 def _format_now() -> str:
