@@ -64,6 +64,8 @@ FORKING = fork_server.lazy_client(ROOT)
 FORKED = (
     "launch", "tasks", "runs", "train", "evaluate", "generate", "export", "report", "test_demo.py", "test_workflows.py",
     "config/test_import_config.py", "config/test_import_same_run.py", "plan/test_built_shape.py",
+    "environments/test_tool_story.py", "commands/test_status.py", "commands/test_comm_check.py",
+    "test_verb_documents.py",
 )  # fmt: skip
 """Below tests/: the tests there start their processes by a fork of one that has imported the libraries (see
 `fork_server`). Those elsewhere measure a process, or what it imports."""
@@ -91,11 +93,12 @@ COLLECTED = pytest.StashKey[frozenset[str]]()
 
 
 LONGEST = (
-    "launch/test_restarts.py", "tasks/grpo/test_story.py", "tasks/preference/test_pair_toy.py",
-    "export/test_served_names.py", "tasks/preference/test_reference_runs.py",
-    "tasks/test_out_of_memory_runs.py", "test_demo.py", "evaluate/test_harness.py", "export/test_serve_vllm.py",
-    "parity/test_parity_by_vllm.py",
-    "tasks/score/test_toy.py", "sandbox/test_attacks.py", "launch/test_board_launches.py", "oracle/test_record.py",
+    "tasks/grpo/test_vllm_training.py", "runs/test_sweep_runs.py", "launch/test_server_on_cluster.py",
+    "launch/test_board_launches.py", "launch/test_restarts.py", "tasks/grpo/test_story.py",
+    "tasks/preference/test_pair_toy.py", "test_demo.py", "tasks/test_out_of_memory_runs.py", "evaluate/test_harness.py",
+    "export/test_serve_vllm.py", "parity/test_parity_by_vllm.py", "launch/test_slurm_cluster.py",
+    "tasks/preference/test_reference_runs.py", "tasks/score/test_toy.py", "sandbox/test_attacks.py",
+    "environments/test_tool_story.py", "oracle/test_record.py", "export/test_served_names.py",
     "parity/test_parity.py", "export/test_gguf.py",
 )  # fmt: skip
 """Files that take longest. A file stays in one process: one of these begun last would leave the others idle."""

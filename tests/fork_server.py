@@ -44,7 +44,9 @@ LAUNCHERS = frozenset(
 )
 """Modules that start others: each gets a server of its own, whose children are its own."""
 
-MODULES = LAUNCHERS | {"sftplay.tasks.worker", "sftplay.tasks.probe_step", "sftplay.plan.built_shape"}
+MODULES = LAUNCHERS | {
+    "sftplay.tasks.worker", "sftplay.tasks.probe_step", "sftplay.plan.built_shape", "sftplay.train.comm_check",
+}  # fmt: skip
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 
