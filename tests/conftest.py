@@ -64,17 +64,19 @@ FORKING = fork_server.lazy_client(ROOT)
 FORKED = (
     "launch", "tasks", "runs", "train", "evaluate", "generate", "export", "report", "test_demo.py", "test_workflows.py",
     "config/test_import_config.py", "config/test_import_same_run.py", "plan/test_built_shape.py",
-    "environments/test_tool_story.py", "commands/test_status.py", "commands/test_comm_check.py",
-    "test_verb_documents.py",
 )  # fmt: skip
 """Below tests/: the tests there start their processes by a fork of one that has imported the libraries (see
 `fork_server`). Those elsewhere measure a process, or what it imports."""
+
+FORKED_IF_SLOW = ("commands", "environments/test_tool_story.py", "test_verb_documents.py")
+"""Here the fast tests start what is lighter than the server of forks."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Fixtures of a module start their processes as its first test does."""
-    is_forked = any(item.path.is_relative_to(ROOT / "tests" / place) for place in FORKED)
+    places = (*FORKED, *(FORKED_IF_SLOW if item.get_closest_marker("slow") else ()))
+    is_forked = any(item.path.is_relative_to(ROOT / "tests" / place) for place in places)
     if FORKING is None or not is_forked or item.get_closest_marker("fresh_start"):
         return (yield)
     put_back = fork_server.install(FORKING)
