@@ -62,7 +62,6 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.utils.serialization",
-    "transformers.models.llama.modeling_llama",
     "peft.tuners.lora.bnb",
     "peft.utils.transformers_weight_conversion",
     "sftplay.plan.shape_from_config",
