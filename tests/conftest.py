@@ -68,11 +68,15 @@ FORKED = (
 """Below tests/: the tests there start their processes by a fork of one that has imported the libraries (see
 `fork_server`). Those elsewhere measure a process, or what it imports."""
 
+FORKED_IF_SLOW = ("commands", "environments/test_tool_story.py", "test_verb_documents.py")
+"""Here the fast tests start what is lighter than the server of forks."""
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Fixtures of a module start their processes as its first test does."""
-    is_forked = any(item.path.is_relative_to(ROOT / "tests" / place) for place in FORKED)
+    places = (*FORKED, *(FORKED_IF_SLOW if item.get_closest_marker("slow") else ()))
+    is_forked = any(item.path.is_relative_to(ROOT / "tests" / place) for place in places)
     if FORKING is None or not is_forked or item.get_closest_marker("fresh_start"):
         return (yield)
     put_back = fork_server.install(FORKING)
@@ -91,11 +95,12 @@ COLLECTED = pytest.StashKey[frozenset[str]]()
 
 
 LONGEST = (
-    "launch/test_restarts.py", "tasks/grpo/test_story.py", "tasks/preference/test_pair_toy.py",
-    "export/test_served_names.py", "tasks/preference/test_reference_runs.py",
-    "tasks/test_out_of_memory_runs.py", "test_demo.py", "evaluate/test_harness.py", "export/test_serve_vllm.py",
-    "parity/test_parity_by_vllm.py",
-    "tasks/score/test_toy.py", "sandbox/test_attacks.py", "launch/test_board_launches.py", "oracle/test_record.py",
+    "tasks/grpo/test_vllm_training.py", "runs/test_sweep_runs.py", "launch/test_server_on_cluster.py",
+    "launch/test_board_launches.py", "launch/test_restarts.py", "tasks/grpo/test_story.py",
+    "tasks/preference/test_pair_toy.py", "test_demo.py", "tasks/test_out_of_memory_runs.py", "evaluate/test_harness.py",
+    "export/test_serve_vllm.py", "parity/test_parity_by_vllm.py", "launch/test_slurm_cluster.py",
+    "tasks/preference/test_reference_runs.py", "tasks/score/test_toy.py", "sandbox/test_attacks.py",
+    "environments/test_tool_story.py", "oracle/test_record.py", "export/test_served_names.py",
     "parity/test_parity.py", "export/test_gguf.py",
 )  # fmt: skip
 """Files that take longest. A file stays in one process: one of these begun last would leave the others idle."""

@@ -4,7 +4,7 @@
 is started so does the same for those it starts. Each runs its module as `python -m` would: it is a direct child of who
 asked for it, has the same arguments, environment and working folder, its signals are as after exec, sitecustomize.py
 on PYTHONPATH runs first, and /proc shows its command line and environment. What differs from a new interpreter: the
-libraries are imported already, and all processes hash strings by the same seed.
+libraries are imported and two tables compiled already, and all processes hash strings by the same seed.
 
 What cannot be had so is started as usual: other systems than Linux, files to pass on, variables that Python or the
 libraries read when they are imported.
@@ -44,7 +44,9 @@ LAUNCHERS = frozenset(
 )
 """Modules that start others: each gets a server of its own, whose children are its own."""
 
-MODULES = LAUNCHERS | {"sftplay.tasks.worker", "sftplay.tasks.probe_step", "sftplay.plan.built_shape"}
+MODULES = LAUNCHERS | {
+    "sftplay.tasks.worker", "sftplay.tasks.probe_step", "sftplay.plan.built_shape", "sftplay.train.comm_check",
+}  # fmt: skip
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 
@@ -53,10 +55,17 @@ PRELOADED = (
     "sftplay.train.run_task",
     "sftplay.cli",
     "sftplay.config.load",
+    "sftplay.commands.train",
+    "sftplay.report.report",
     "datasets",
     *(() if HAS_GPU else ("deepspeed",)),  # accelerate imports it at the first step; it settles on a device at once
     "torch.utils.tensorboard",
     "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.utils.serialization",
+    "peft.tuners.lora.bnb",
+    "peft.utils.transformers_weight_conversion",
+    "sftplay.plan.shape_from_config",
+    "stringprep",
 )
 
 FIXED = {
@@ -205,12 +214,23 @@ def main() -> None:
     with _stderr_kept():
         for name in PRELOADED:
             importlib.import_module(name)
+        _compile_what_each_run_needs()
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: a fork of this process is not safe"
     base = Base(root, os.environ, sys.path[1:])
     gc.collect()
     gc.freeze()
     become(*serve(end, base), base=base)
+
+
+def _compile_what_each_run_needs() -> None:
+    """A thousand patterns of transformers' families, and the template of the report: a fifth of a small run."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from sftplay.report.page import ENVIRONMENT
+
+    get_checkpoint_conversion_mapping("llama")
+    ENVIRONMENT.get_template("page.html")
 
 
 @contextmanager
@@ -377,7 +397,7 @@ def _prepare_interpreter(request: dict[str, Any], base: Base, *, is_unbuffered: 
     added = [each for each in env.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.path[:] = [cwd, *added, *base.path]
     kit = next((Path(each) / "sftplay" for each in sys.path if (Path(each) / "sftplay").is_dir()), None)
-    if kit != base.root / "sftplay":  # another one than was imported
+    if kit is None or not kit.samefile(base.root / "sftplay"):  # another one than was imported; a link to it is none
         for name in [each for each in sys.modules if each.partition(".")[0] == "sftplay"]:
             del sys.modules[name]
     else:

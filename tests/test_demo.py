@@ -92,6 +92,7 @@ def test_the_demo_learns_its_task(tmp_path: Path, sftplay: Command, builtin_tiny
 def test_with_shuffled_answers_the_demo_learns_the_form_but_not_the_task(
     tmp_path: Path, sftplay: Command, builtin_tiny: Path
 ) -> None:
-    _, result = run_demo(sftplay, tmp_path, "--control", "train.max_steps=400")
+    """In as many steps true answers teach more than nine tenths of it."""
+    _, result = run_demo(sftplay, tmp_path, "--control", "train.max_steps=200")
     assert result["exact_match_after"] <= 0.15
     assert result["control_exact_match"] == result["exact_match_after"]

@@ -10,6 +10,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import json
+import math
 import os
 import re
 import sys
@@ -24,6 +25,10 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
 }
+
+
+LARGE = 1 << 20
+"""Numbers of a tensor."""
 
 
 class TorchvisionStandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -109,7 +114,11 @@ def load(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
     """Return what is left without a weight when the class reads a checkpoint of these names and shapes."""
     import torch
 
-    loaded = model.load_weights((name, torch.empty(shape)) for name, shape in shapes.items())
+    def tensor(shape: list[int]) -> Any:
+        """Experts have no data: classes stack and turn them, which would fill gigabytes. Few small ones are copied."""
+        return torch.empty(shape, device="meta" if math.prod(shape) > LARGE else "cpu")
+
+    loaded = model.load_weights((name, tensor(shape)) for name, shape in shapes.items())
     # The loaders of experts leave out a part of the name, those of GPT-OSS do not.
     every, found = (
         {name.replace(".routed_experts.", ".") for name in names}

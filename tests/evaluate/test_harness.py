@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -134,10 +135,11 @@ def by_hand(run: Finished, tasks: Path, model: Any, *, is_chat: bool) -> Figures
 
     tokenizer = AutoTokenizer.from_pretrained(run.folder.result)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    found = simple_evaluate(
-        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8), tasks=ALL.split(","), task_manager=manager,
-        apply_chat_template=is_chat, fewshot_as_multiturn=is_chat, system_instruction=SYSTEM if is_chat else None,
-    )  # fmt: skip
+    with patch("lm_eval.evaluator.add_env_info"):  # asks ten programs for this machine's versions
+        found = simple_evaluate(
+            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8), tasks=ALL.split(","), task_manager=manager,
+            apply_chat_template=is_chat, fewshot_as_multiturn=is_chat, system_instruction=SYSTEM if is_chat else None,
+        )  # fmt: skip
     return {
         task: {key.partition(",")[0]: value for key, value in row.items() if key.endswith(",none")}
         for task, row in found["results"].items()

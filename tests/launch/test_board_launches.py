@@ -22,6 +22,7 @@ import pytest
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.doctor import builds_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -68,7 +69,7 @@ class Checkout:
 
     def make(self, target: str, *settings: str) -> subprocess.CompletedProcess[str]:
         ready = [f"READY={self.root / 'stamp'}", f"PY={self.python}"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache/torch_extensions")}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(builds_folder(os.environ))}
         for name in ("MAKELEVEL", "MAKEFLAGS"):
             env.pop(name, None)
         argv = ["make", "--no-print-directory", *ready, target, *settings]

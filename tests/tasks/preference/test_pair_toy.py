@@ -18,6 +18,9 @@ PAIRS = ROOT / "data" / "counted_things" / "pairs.jsonl"
 
 pytestmark = pytest.mark.slow
 
+STEPS = 60
+"""Of a control. The toy has learned its rule after as many of its 90."""
+
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -49,7 +52,8 @@ def train_control(home: Path, pairs: list[dict[str, Any]], name: str, *values: s
     rows = home / f"{name}.jsonl"
     rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     words = ("--config", "configs/run_dpo_toy.yaml", f"run_name={name}", "model.name=pairs-sft")
-    more = (f"data.train_path={rows}", "eval.before=false", "eval.limit=1", "train.eval_steps=90", *values)
+    short = [f"train.{key}_steps={STEPS}" for key in ("max", "eval", "save")]
+    more = (f"data.train_path={rows}", "eval.before=false", "eval.limit=1", *short, *values)
     call(home, sys.executable, "-m", "sftplay", "train", *words, *more)
     return json.loads((home / "outputs" / name / "eval" / "after.json").read_text())
 
@@ -65,6 +69,7 @@ def test_the_rule_behind_the_pairs_is_learned_and_the_models_own_answers_follow_
     assert (before["n"], before["accuracy"], before["margin"]) == (240, 0.5, 0.0)
     assert after["accuracy"] >= 0.9
     assert after["margin"] > 1
+    assert json.loads((run / "eval" / f"step-{STEPS}.json").read_text())["accuracy"] >= 0.9
     own = {side: read_lines(run / "eval" / f"{side}.jsonl") for side in ("before", "after")}
     right = {side: sum(line["prediction"] == line["reference"] for line in lines) for side, lines in own.items()}
     wrong = {side: sum(line["prediction"] == line["rejected"] for line in lines) for side, lines in own.items()}
@@ -93,7 +98,7 @@ def test_labels_that_say_nothing_leave_it_at_a_half_and_swapped_ones_teach_the_o
 @pytest.mark.usefixtures("builtin_tiny")
 def test_a_beta_without_end_keeps_the_model_where_it_started(learned: Path):
     """Its margins need not be large. A step of AdamW is as long as its rate whatever the loss, so that is low here."""
-    values = ("preference.beta=1e6", "preference.rpo_alpha=0", "train.learning_rate=5e-5", "train.max_steps=60")
+    values = ("preference.beta=1e6", "preference.rpo_alpha=0", "train.learning_rate=5e-5")
     ended = train_control(learned, read_lines(PAIRS), "held", *values)
     before, after = (
         json.loads((learned / "outputs" / "pairs-dpo" / "eval" / f"{side}.json").read_text())
