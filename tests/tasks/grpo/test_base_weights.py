@@ -123,7 +123,10 @@ def test_a_server_that_holds_the_adapter_of_an_earlier_run_takes_the_next_one(tm
         base_url="http://x:1", model="base", session=SimpleNamespace(post=post),
         reset_prefix_cache=lambda: resets.append(loaded["trained"]),
     )  # fmt: skip
-    accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model)
-    generation = SimpleNamespace(vllm_client=client)
-    send_adapter(SimpleNamespace(accelerator=accelerator, model=adapted(), vllm_generation=generation), folder=tmp_path)
-    assert (client.model, resets) == ("trained", [str(tmp_path / "adapter")])
+    accelerator, model = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model), adapted()
+    # A class of vLLM that mounts an adapter of text under other names: it is written anew for each step.
+    model.get_base_model().config.architectures = ["Qwen3_5ForConditionalGeneration"]
+    trainer = SimpleNamespace(accelerator=accelerator, model=model, vllm_generation=SimpleNamespace(vllm_client=client))
+    for _ in range(2):
+        send_adapter(trainer, folder=tmp_path)
+    assert (client.model, resets) == ("trained", [str(tmp_path / "adapter-vllm")] * 2)
