@@ -44,7 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(home: Path) -> Iterator[dict[str, Any]]:
     """The trainings of `vllm_faults`."""
     with served(home, MODEL, OPTIONS) as (url, _):
-        yield run_by_vllm_python("vllm_faults.py", home, url, str(MODEL))
+        yield run_by_vllm_python("vllm_faults", home, url, str(MODEL))
 
 
 @pytest.mark.parametrize("fault", NAMED)

@@ -54,7 +54,7 @@ def server(home: Path, warm: Path) -> Iterator[tuple[str, int]]:
 @pytest.fixture(scope="module")
 def trained(home: Path, server: tuple[str, int], warm: Path) -> dict[str, Any]:
     """The trainings of `vllm_trainings`."""
-    found: dict[str, Any] = run_by_vllm_python("vllm_trainings.py", home, server[0], str(warm))
+    found: dict[str, Any] = run_by_vllm_python("vllm_trainings", home, server[0], str(warm))
     return found
 
 

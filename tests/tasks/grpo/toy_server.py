@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,15 @@ def served(home: Path, model: Path, *more: str) -> Iterator[tuple[str, int]]:
         guard.communicate()
 
 
-def run_by_vllm_python(script: str, home: Path, *words: str) -> Any:
-    """What a script of this folder leaves in HOME/found.json."""
-    env = {**os.environ, **FEW_CORES, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1"}
-    argv: Sequence[str] = [str(find_vllm_python()), str(Path(__file__).with_name(script)), str(home), *words]
+def run_by_vllm_python(module: str, home: Path, *words: str) -> Any:
+    """What `main` of a module in this folder leaves in HOME/found.json.
+
+    A script would be imported again, torch with it, by each process that a training spawns for its rewards.
+    """
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
+    env = {**os.environ, **FEW_CORES, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    code = f"import sys; from {module} import main; main(*sys.argv[1:])"
+    argv = [str(find_vllm_python()), "-c", code, str(home), *words]
     done = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=3 * HANG_S, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return json.loads((home / "found.json").read_text())

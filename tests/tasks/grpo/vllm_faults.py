@@ -1,13 +1,12 @@
 """Short trainings with planted faults between trainer and vLLM, in one process of vLLM's Python.
 
-`vllm_faults.py HOME URL MODEL` writes to HOME/found.json: name of a fault -> the metrics, the events that accuse the
-sampler, and the dtype that it said to have. The server at URL has loaded MODEL and `vllm_faulty_worker`.
+`main` writes found.json to its folder: name of a fault -> the metrics, the events that accuse the sampler, and the
+dtype that it said to have. The server at `url` has loaded `model` and `vllm_faulty_worker`.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,20 +14,16 @@ from typing import Any
 from unittest.mock import patch
 
 import requests
+from grpo_run import grpo_inputs, grpo_options
+from in_process import train
+from processes import HANG_S
+from safetensors.torch import load_file, save_file
+from small_run import WORDS, Inputs
+from trl.generation.vllm_client import VLLMClient
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from grpo_run import grpo_inputs, grpo_options  # noqa: E402
-from in_process import train  # noqa: E402
-from processes import HANG_S  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from small_run import WORDS, Inputs  # noqa: E402
-from trl.generation.vllm_client import VLLMClient  # noqa: E402
-
-from sftplay.launch.run_folder import RunFolder  # noqa: E402
-from sftplay.tasks.grpo import vllm_weights  # noqa: E402
-from sftplay.tasks.grpo.sampler_check import DIFFERS  # noqa: E402
+from sftplay.launch.run_folder import RunFolder
+from sftplay.tasks.grpo import vllm_weights
+from sftplay.tasks.grpo.sampler_check import DIFFERS
 
 STEPS, PROMPTS, ANSWERS = 2, 4, 4
 
@@ -123,26 +118,19 @@ def trainings(url: str) -> Iterator[tuple[str, dict[str, Any], Any]]:
     yield "another dtype", colocated, patch.object(vllm_weights, "cpu_dtype", lambda cfg: "bfloat16")
 
 
-def main(home: Path, url: str, model: Path) -> None:
-    inputs, found = long_prompts(model, home / "prompts"), {}
+def main(folder: str, url: str, model: str) -> None:
+    home, found = Path(folder), {}
+    inputs = long_prompts(Path(model), home / "prompts")
     toy = {
         "model__max_seq_len": 128, "train__max_steps": STEPS, "train__effective_batch_size": PROMPTS * ANSWERS,
         "train__learning_rate": 3e-3, "train__eval_steps": STEPS, "grpo__num_generations": ANSWERS,
         "grpo__max_completion_length": 24, "grpo__logprob_check_steps": 1, "eval__limit": 1,
         "rewards": [{"name": "short", "use": "overlong", "options": {"most": 24, "soft": 20}}],
     }  # fmt: skip
-    only = sys.argv[4:]
     for name, changes, planted in trainings(url):
-        if only and name not in only:
-            continue
         with planted:
             done = train(home / name.replace(" ", "-"), inputs, **grpo_options(inputs, **toy, **changes))
         events = [event for event in RunFolder(done.folder.path).read_events() if event["event"] == DIFFERS]
         found[name] = {"metrics": done.metrics, "events": events, "dtype": done.trainer.logprob_check.facts.dtype}
-        print(name, [(e["step"], e["cause"], e["gap"], e["words"]) for e in events], flush=True)
-        print([(m["sampler_gap"], m["sampler_cause"], m.get("grad_norm")) for m in done.metrics], flush=True)
+        print(name, flush=True)
     (home / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
