@@ -212,7 +212,7 @@ class Diagnosis:
             return best.as_cause(share, is_whole=best.rest <= max(2 * self.bound, 0.05 * gap))
         if fresh is not None and (noise := self._find_noise(fresh)) is not None:
             return noise
-        # vLLM keeps the keys and values of whole blocks, of which the hypothesis of a whole old prompt explains a part.
+        # vLLM keeps whole blocks of keys and values: that all of the prompt is old explains no more than a part.
         if is_same_model and (share < EXPLAINED or (best is not None and best.name == "stale prefix cache")):
             words = "the sampler scores the same tokens as the learner once its prefix cache is passed by"
             return Explanation(
