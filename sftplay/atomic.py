@@ -209,6 +209,12 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def check_target(out: Path) -> None:
+    """Refuse to write a folder over anything: raise ConfigError where `out` exists."""
+    if out.exists() or out.is_symlink():
+        raise ConfigError("exists already", where=str(out), fix="remove it, or name another folder with OUT=")
+
+
 def check_new_file(path: Path) -> None:
     """Raise ConfigError when `path` exists already, or when its folder cannot be made or written."""
     if path.exists() or path.is_symlink():

@@ -15,8 +15,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import DataError
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.tasks.preference import load_pairs
-from sftplay.tasks.preference.kto import kto_losses
-from sftplay.tasks.preference.losses import pair_losses
+from sftplay.tasks.preference.losses import kto_losses, pair_losses
 from sftplay.tasks.preference.reference import ReferenceKind, find_shares
 from sftplay.tasks.preference.spec import uses_reference
 from sftplay.tasks.reward_model import scores

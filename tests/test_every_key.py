@@ -107,7 +107,11 @@ class Bench:
         return str(path)
 
     def build(self, **changes: Any) -> Finished:
-        """A run built up to its first step; the same changes give the same run."""
+        """A run built up to its first step; the same changes give the same run, and none the plain one."""
+        plain = self.plain.cfg
+        changes = {key: value for key, value in changes.items() if plain.get_value(key.replace("__", ".")) != value}
+        if not changes:
+            return self.plain
         name = json.dumps(changes, sort_keys=True)
         if name not in self.made:
             self.made[name] = built(self.home / f"built-{next(self.numbers)}", self.inputs, **changes)

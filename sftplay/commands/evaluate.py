@@ -6,7 +6,6 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import nan
 from typing import Any, get_args
 
 from sftplay import log
@@ -98,6 +97,7 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[di
     on. A run on prompts: by greedy answers as long as in training, and what its rewards say of them.
     """
     from sftplay.evaluate.evaluate import evaluate as measure_examples
+    from sftplay.evaluate.evaluate import figures_table
     from sftplay.evaluate.rewarded import evaluate_prompts
     from sftplay.model.load import load_result, load_untrained
 
@@ -116,14 +116,7 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[di
     for side, path in paths.items():
         load = load_untrained if side == "before" else load_result
         figures[side] = measure_model(load(cfg, folder.path), rows, cfg=cfg, path=path)  # one model at a time
-    width = max(12, 2 + max(map(len, figures["after"])))
-    titles = {"before": "base", "after": "tuned"}
-    lines = [" " * width + "".join(f"{titles[side]:>12}" for side in figures)]
-    for key, value in figures["after"].items():
-        if isinstance(value, int | float):  # others are in the file
-            form = "12" if key == "n" else "12.4f"
-            lines.append(f"{key:{width}}" + "".join(f"{side.get(key, nan):{form}}" for side in figures.values()))
-    return figures, "\n".join(lines)
+    return figures, figures_table(figures)
 
 
 def _measure_pairs(cfg: RunConfig, folder: RunFolder, **named: Any) -> tuple[dict[str, dict[str, Any]], str]:

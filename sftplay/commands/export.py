@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
-from sftplay.atomic import read_lines
+from sftplay.atomic import check_target, read_lines
 from sftplay.commands.parity import update_exported_cards
 from sftplay.errors import ConfigError
 from sftplay.runs.finished_run import load_renderer, open_run, prepare_environment, report_at_end
@@ -17,8 +17,6 @@ from sftplay.runs.finished_run import load_renderer, open_run, prepare_environme
 def merge(args: Namespace) -> int:
     """`merge`, `merge-bf16`: the adapter and its base as one model, in merged/ or merged-<dtype>/ of the run."""
     cfg, folder = open_run(args)
-    from sftplay.export.target import check_target
-
     usual = folder.path / "merged"
     out = Path(args.out) if args.out else usual.with_name(f"merged-{args.dtype}") if args.dtype else usual
     check_target(out)
@@ -55,8 +53,6 @@ def export(args: Namespace) -> int:
             what, where="--quant" if args.quant else "--llama-cpp", fix="add --format gguf, or leave it out"
         )
     cfg, folder = open_run(args)
-    from sftplay.export.target import check_target
-
     out = Path(args.out) if args.out else folder.path / "export"
     check_target(out)
     prepare_environment(cfg)
@@ -74,8 +70,6 @@ def _export_gguf(args: Namespace) -> int:
         what = "does not go with --format gguf"
         raise ConfigError(what, where="--dtype", fix=f"name the number format of the file: --quant {args.dtype}")
     cfg, folder = open_run(args)
-    from sftplay.export.target import check_target
-
     out = Path(args.out) if args.out else folder.path / "export-gguf"
     check_target(out)
     prepare_environment(cfg)

@@ -57,17 +57,17 @@ def parity(args: Namespace) -> int:
 
 def _check(cfg: RunConfig, folder: RunFolder, request: Request) -> dict[str, Any]:
     """Return the result of the check, of a run without one that of its newest complete checkpoint."""
-    from sftplay.parity.parity import check_parity
+    from sftplay.parity.parity import ParityCheck
 
     if folder.result is not None:
-        return check_parity(cfg, folder, _load_renderer(cfg, folder), request)
+        return ParityCheck(cfg, folder, _load_renderer(cfg, folder), request).run()
     from sftplay.launch.checkpoints import read_step
     from sftplay.parity.results import keep_result
     from sftplay.parity.running import checkpoint_as_run, describe_step
 
     with checkpoint_as_run(cfg, folder) as (view, checkpoint):
         log.say(describe_step(checkpoint), "parity")
-        result = check_parity(cfg, view, _load_renderer(cfg, view), request)
+        result = ParityCheck(cfg, view, _load_renderer(cfg, view), request).run()
         if str(result["served"] or "").startswith(str(view.path)):
             result["served"] = str(checkpoint)
     result |= {"step": read_step(checkpoint), "notes": [describe_step(checkpoint), *result["notes"]]}

@@ -344,11 +344,11 @@ def merge(layers: Sequence[Layer]) -> Layer:
     Keys by the name or the number of an entry of a list below change that entry alone; ConfigError if there is none.
     """
     merged = Layer()
-    for given in layers:
-        layer = _numbered(given, below=merged.values)
+    for layer in layers:
         locations = dict(merged.locations)
-        values = _overlaid(merged.values, layer.values, locations=locations)
-        merged = Layer(values, locations | layer.locations)
+        values = _overlaid(merged.values, layer.values, layer=layer, locations=locations)
+        given = {_by_number(path, merged.values, layer=layer): at for path, at in layer.locations.items()}
+        merged = Layer(values, locations | given)
     return merged
 
 
@@ -360,16 +360,22 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def _overlaid(
-    below: dict[Any, Any], above: dict[Any, Any], *, locations: dict[KeyPath, SourceLocation], path: KeyPath = ()
+    below: dict[Any, Any],
+    above: dict[Any, Any],
+    *,
+    layer: Layer,
+    locations: dict[KeyPath, SourceLocation],
+    path: KeyPath = (),
 ) -> dict[Any, Any]:
-    """`below` with the values of `above`. Places of values that were replaced are removed from `locations`."""
+    """`below` with the values of `above`, a part of `layer`. Places of replaced values are removed from `locations`."""
     values = dict(below)
     for key, value in above.items():
         inner, old = (*path, key), below.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            values[key] = _overlaid(old, value, locations=locations, path=inner)
+            values[key] = _overlaid(old, value, layer=layer, locations=locations, path=inner)
         elif isinstance(old, list) and isinstance(value, dict):
-            changed: dict[Any, Any] = _overlaid(dict(enumerate(old)), value, locations=locations, path=inner)
+            changes = {_entry_number(name, old, layer=layer, path=inner): change for name, change in value.items()}
+            changed = _overlaid(dict(enumerate(old)), changes, layer=layer, locations=locations, path=inner)
             values[key] = list(changed.values())
         elif not isinstance(old, dict) or value is not None:  # a section with all keys commented out changes nothing
             values[key] = value
@@ -377,31 +383,29 @@ def _overlaid(
     return values
 
 
-def _numbered(layer: Layer, *, below: dict[str, Any]) -> Layer:
-    """The layer with the entries of lists that it changes given by number, not by name."""
-    values, locations = dict(layer.values), dict(layer.locations)
-    for key, entries in below.items():
-        changes = layer.values.get(key)
-        if not isinstance(entries, list) or not isinstance(changes, dict):
-            continue
-        numbers = {name: _entry_number(name, entries, layer=layer, key=key) for name in changes}
-        values[key] = {numbers[name]: change for name, change in changes.items()}
-        for path in [path for path in locations if path[0] == key and len(path) > 1]:
-            location = locations.pop(path)
-            locations[(key, numbers[str(path[1])], *path[2:])] = location
-    return Layer(values, locations)
+def _by_number(path: KeyPath, below: Any, *, layer: Layer) -> KeyPath:
+    """The path of a change by `layer`, with the numbers of list entries in the place of their names."""
+    found: KeyPath = ()
+    for part in path:
+        if isinstance(below, list) and isinstance(part, str):
+            part = _entry_number(part, below, layer=layer, path=found)
+        is_there = part in below if isinstance(below, dict) else isinstance(below, list) and int(part) < len(below)
+        below = below[part] if is_there else None
+        found = (*found, part)
+    return found
 
 
-def _entry_number(name: str, entries: list[Any], *, layer: Layer, key: str) -> int:
-    """The place in the list of the entry that has this name, or else this number."""
+def _entry_number(name: str, entries: list[Any], *, layer: Layer, path: KeyPath) -> int:
+    """The place in the list at `path` of the entry that has this name, or else this number."""
     names = [str(entry.get("name", n) if isinstance(entry, dict) else n) for n, entry in enumerate(entries)]
     if name in names:
         return names.index(name)
     if name.isdecimal() and int(name) < len(entries):
         return int(name)
-    where = f"{layer.find_location_within((key, name)) or ''} {key}.{name}".strip()
+    key = ".".join(map(str, path))
+    where = f"{layer.find_location_within((*path, name)) or ''} {key}.{name}".strip()
     near = nearest_names(name, names)
-    fix = f"did you mean {near[0]!r}?" if near else f"{key} has {', '.join(names)}"
+    fix = f"did you mean {near[0]!r}?" if near else f"{key} has {', '.join(names) or 'no entries'}"
     nearest = [f"{key}.{known}" for known in near]
     raise ConfigError(f"{key} has no entry called {name!r}", where=where, fix=fix, nearest=nearest)
 

@@ -146,13 +146,17 @@ def expect_unchanged(digests: Mapping[str, str], folder: str) -> None:
 
 LENGTHS = "lengths"
 
+OF_PAIRS = {"joined": "longest_joined_tokens", "labels": "most_label_tokens"}
+"""Key of a note of pairs -> key of their data report."""
+
 
 def note_lengths(cfg: RunConfig, report: Mapping[str, Any]) -> None:
     """Keep the lengths of a data report. A note that cannot be written is left out."""
     trained = report["sources"].get("train", report)
     if trained["examples"]:
         longest = min(report["longest_tokens"], cfg.model.max_seq_len)
-        _note(cfg, {"longest": longest, "mean": trained["tokens"] / trained["examples"], "count": trained["examples"]})
+        note = {"longest": longest, "mean": trained["tokens"] / trained["examples"], "count": trained["examples"]}
+        _note(cfg, note | {key: report[name] for key, name in OF_PAIRS.items() if name in report})
 
 
 def note_blocks(cfg: RunConfig, count: int) -> None:
@@ -175,14 +179,19 @@ def _note(cfg: RunConfig, note: dict[str, Any]) -> None:
 
 
 def _find_note(cfg: RunConfig) -> Path | None:
-    data, model, stamps = cfg.data, cfg.model, []
+    data, model, terms, stamps = cfg.data, cfg.model, cfg.tuning.new_tokens.path, []
     try:
-        for files in [list_files(path) for key, path in row_paths(cfg) if key != "data.test_path"]:
-            stamps.append([[str(file), (found := file.stat()).st_size, found.st_mtime_ns] for file in files])
+        files = [file for key, path in row_paths(cfg) if key != "data.test_path" for file in list_files(path)]
+        files += [Path(path) for path in (data.template, terms) if path and path not in ("auto", "chatml")]
+        for file in files:
+            found = file.stat()
+            stamps.append([str(file), found.st_size, found.st_mtime_ns])
     except (DataError, OSError):  # a data set of the hub, or a missing file
         return None
     rows = data.model_dump(exclude={"train_path", "val_path", "test_path", "processed_dir"})
     parts = {"files": stamps, "model": [model.name, model.revision, model.adapter, model.max_seq_len], "rows": rows}
+    # Another task makes other rows of the same file.
+    parts["task"] = [cfg.task.folder, cfg.task.takes_answers]
     if cfg.learns_documents:
         sources = [source.model_dump(exclude={"name"}) for source in cfg.datasets]
         parts |= {"cpt": cfg.cpt.model_dump(exclude={"train_tokens"}), "sources": sources}

@@ -13,11 +13,10 @@ import pyarrow as pa
 from datasets import Dataset
 
 from sftplay import log
-from sftplay.config.data import held_out_share
 from sftplay.config.run import RunConfig
-from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, kept_digest
+from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint
 from sftplay.data.layouts import read_layout_options
-from sftplay.data.pipeline import describe_rows, sample_records
+from sftplay.data.pipeline import describe_rows, digest_files, find_inputs, read_report, sample_records
 from sftplay.data.problem import published_test_id
 from sftplay.data.prompts import Prompt, read_beginning, read_reward_columns, to_prompt
 from sftplay.data.read import read_dialect, read_rows
@@ -31,8 +30,10 @@ from sftplay.data.row_outcomes import (
     RowOutcome,
     RowPolicies,
     Side,
+    account_line,
     compute_keys,
     is_held_out,
+    left_out_lines,
     total,
     where_rows_went,
 )
@@ -96,16 +97,11 @@ def open_writer(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 
 def prompts_table(report: Mapping[str, Any]) -> str:
-    lines = [
-        f"data report      {report['read']:,} read = {report['kept']:,} kept"
-        f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
-    ]
+    lines = [account_line(report, ["kept"])]
     for name, source in report["sources"].items():
         mean = source["tokens"] / max(1, source["examples"])
         lines.append(f"  {name:<14} {source['examples']:,} prompts of {mean:,.0f} tokens   {source['path']}")
-    lines += [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in report["dropped"].items()]
-    if report["refused"]:
-        lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
+    lines += left_out_lines(report)
     if repeated := report["duplicates"] + report["near_duplicates"]:
         action = "left out" if "duplicate" in report["dropped"] else "kept"
         lines.append(f"  duplicates     {repeated:,} prompts repeat an earlier one; {action}")
@@ -140,11 +136,7 @@ def load_prompts(
 
     Raise DataError where a file cannot be read, a row has no question and the config says error, or no prompt is left.
     """
-    data = cfg.data
-    inputs = [Input(cfg.rows_path, held_out_share(cfg))]
-    if data.val_path:
-        inputs = [Input(cfg.rows_path, 0.0), Input(data.val_path, 1.0)]
-    guarded = [data.test_path] if data.test_path else []
+    inputs, guarded = find_inputs(cfg)
     prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, tools=tools)
     if not len(prompts.train):
         report = prompts.report
@@ -171,10 +163,16 @@ def load_held_out_prompts(
 
 
 def _load(
-    cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str], tools: str | None
+    cfg: RunConfig,
+    tokenizer: Any,
+    *,
+    template: str | None,
+    inputs: list[Input],
+    guarded: list[Input],
+    tools: str | None,
 ) -> Prompts:
     data, max_tokens = cfg.data, cfg.prompt_tokens
-    digests = {path: kept_digest(path, data.processed_dir) for path in (*(given.path for given in inputs), *guarded)}
+    digests = digest_files(data, inputs, guarded)
     path = inputs[0].path
     _, first = next(iter(read_rows(path, read_dialect(data))), (None, {}))
     is_plain = not isinstance(first, Refused) and bool(read_beginning(first, reading=read_layout_options(data)))
@@ -197,12 +195,8 @@ def _load(
         expect_unchanged(digests, data.processed_dir)
 
     ensure_folder(folder, write_prompts)
-    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    for source in (report, *report["sources"].values()):
-        source["refused_rows"] = str(folder / REFUSED)
-    report |= {"fingerprint": folder.name, "files": digests}
     train, held_out = (Questions(Dataset.from_file(str(folder / f"{side}.arrow"))) for side in SIDES)
-    return Prompts(train, held_out, renderer, report, folder.name, tools or "")
+    return Prompts(train, held_out, renderer, read_report(folder, digests), folder.name, tools or "")
 
 
 class _Pass:
@@ -219,8 +213,8 @@ class _Pass:
         self._columns: dict[str, None] = {}
         self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=_fix_long(cfg))
 
-    def run(self, inputs: list[Input], guarded: list[str], *, folder: Path) -> None:
-        for prompt in (prompt for path in guarded for prompt in self._prompts(path)):
+    def run(self, inputs: list[Input], guarded: list[Input], *, folder: Path) -> None:
+        for prompt in (prompt for given in guarded for prompt in self._prompts(given.path)):
             if isinstance(prompt, Prompt):
                 self._policies.guard(compute_keys(prompt.unanswered).prompt, prompt.source)
         with ExitStack() as files:

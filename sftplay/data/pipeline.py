@@ -74,10 +74,7 @@ def load_examples(
     """
     if part := cfg.task.part("rows"):  # rows of another shape
         return cast("Examples", part.load_examples(cfg, tokenizer, renderer_template=renderer_template))
-    inputs = [Input(cfg.rows_path, held_out_share(cfg))]
-    if cfg.data.val_path:
-        inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
-    guarded = [cfg.data.test_path] if cfg.data.test_path else []
+    inputs, guarded = find_inputs(cfg)
     examples = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, checked=checked)
     report = examples.report
     train = report["sources"].get("train")
@@ -108,19 +105,37 @@ def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_templat
     return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)])
 
 
+def find_inputs(cfg: RunConfig) -> tuple[list[Input], list[Input]]:
+    """Return the files to train and measure on, and those whose rows must not be trained on."""
+    inputs = [Input(cfg.rows_path, held_out_share(cfg))]
+    if cfg.data.val_path:
+        inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
+    return inputs, [Input(cfg.data.test_path, 1.0)] if cfg.data.test_path else []
+
+
+def digest_files(data: DataConfig, inputs: Sequence[Input], guarded: Sequence[Input]) -> dict[str, str]:
+    """Return path -> digest of the files; a missing one ends the run before any work."""
+    return {given.path: kept_digest(given.path, data.processed_dir) for given in (*inputs, *guarded)}
+
+
+def read_report(folder: Path, digests: Mapping[str, str]) -> dict[str, Any]:
+    """Read the data report of prepared rows, and write into it where they lie and what they were made of."""
+    report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    for source in (report, *report["sources"].values()):
+        source["refused_rows"] = str(folder / REFUSED)
+    return report | {"fingerprint": folder.name, "files": digests}
+
+
 def _load(
     cfg: RunConfig,
     tokenizer: Any,
     *,
     template: str | None,
     inputs: Sequence[Input],
-    guarded: Sequence[str] = (),
+    guarded: Sequence[Input] = (),
     checked: Mapping[str, str] | None = None,
 ) -> Examples:
-    # Digests come first, so that a missing file ends the run before any work.
-    digests = {
-        path: kept_digest(path, cfg.data.processed_dir) for path in (*(given.path for given in inputs), *guarded)
-    }
+    digests = digest_files(cfg.data, inputs, guarded)
     samples = sample_records(cfg.data, inputs[0].path)
     # Plain texts need no template, and many base models have none.
     is_plain = bool(samples) and all(isinstance(sample, Text) for sample in samples) and not tokenizer.chat_template
@@ -142,10 +157,6 @@ def _load(
         expect_unchanged(digests, cfg.data.processed_dir)
 
     ensure_folder(folder, write_rows)
-    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    report |= {"refused_rows": str(folder / REFUSED), "fingerprint": folder.name, "files": digests}
-    for source in report["sources"].values():
-        source["refused_rows"] = report["refused_rows"]
     names = [*SIDES, *(f"{side}_places" for side in SIDES)]
     rows = {name: Dataset.from_file(str(folder / f"{name}.arrow")) for name in names}
     chats = (folder / CHATS).read_text(encoding="utf-8").splitlines()
@@ -154,19 +165,19 @@ def _load(
         held_out=rows["held_out"] if len(rows["held_out"]) else None,
         held_out_chats=[chat_from_json(json.loads(line)) for line in chats],
         renderer=renderer,
-        report=report,
+        report=read_report(folder, digests),
         places={side: rows[f"{side}_places"] for side in SIDES},
     )
 
 
 def describe_rows(
-    data: DataConfig, inputs: Sequence[Input], *, guarded: Sequence[str], digests: Mapping[str, str], recipe: Recipe
+    data: DataConfig, inputs: Sequence[Input], *, guarded: Sequence[Input], digests: Mapping[str, str], recipe: Recipe
 ) -> dict[str, Any]:
     """Return everything that decides which tokens the rows become, except their length; json values."""
     return {
         "code": [CODE_VERSION, platform.python_version(), *map(version, READERS)],
         "files": [[given.path, digests[given.path], given.share] for given in inputs],
-        "guarded": [[path, digests[path]] for path in guarded],
+        "guarded": [[one.path, digests[one.path], *([one.share] if one.share < 1 else [])] for one in guarded],
         "renderer": asdict(recipe),
         "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
         "policies": [data.on_bad_row, data.too_long, data.duplicates, data.contamination],

@@ -70,6 +70,7 @@ def to_problem(row: Mapping[str, Any]) -> Problem:
     """Read the problem of a row. Raise DataError where it has the fields of no known data set, or its tests call
     nothing that its solution defines.
     """
+    row = {name: value for name, value in row.items() if value is not None}  # columns of others in a mixed table
     try:
         if "canonical_solution" in row:
             name, beginning, task_id = str(row["entry_point"]), str(row["prompt"]), str(row["task_id"])
@@ -103,7 +104,7 @@ def _read_mbpp(row: Mapping[str, Any]) -> Problem:
     tests = tuple(str(test) for test in row["test_list"])
     reference = str(row["code"])
     # The whole set has test_setup_code, the sanitized one test_imports.
-    setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code") or ""]).strip()
+    setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "")]).strip()
     name = called_name(tests, reference)
     if not tests or not name:
         raise ValueError("its first test calls nothing that its solution defines")

@@ -357,20 +357,33 @@ def total(sources: Iterable[RowCounts]) -> RowCounts:
     return whole
 
 
-def report_table(report: Mapping[str, Any]) -> str:
-    """Format the report for people: at most 25 lines."""
-    lines = [
-        f"data report      {report['read']:,} read = {report['kept']:,} kept + {report['cut']:,} cut"
-        f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
-    ]
-    lines += [
-        f"  {name:<14} {source['examples']:,} examples, {source['tokens']:,} tokens,"
+def account_line(report: Mapping[str, Any], fates: Sequence[str] = ("kept", "cut")) -> str:
+    """Format the head of a data report: how many rows there were, and how many had each fate."""
+    kept = " + ".join(f"{report[fate]:,} {fate}" for fate in fates)
+    left_out = f"{sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
+    return f"data report      {report['read']:,} read = {kept} + {left_out}"
+
+
+def source_lines(report: Mapping[str, Any], noun: str = "examples") -> list[str]:
+    """Format a line for each source; `noun` is what its rows became."""
+    return [
+        f"  {name:<14} {source['examples']:,} {noun}, {source['tokens']:,} tokens,"
         f" {source['trainable_token_share']:.1%} learned   {source['path']}"
         for name, source in report["sources"].items()
     ]
-    lines += [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in report["dropped"].items()]
-    if report["refused"]:
-        lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
+
+
+def left_out_lines(report: Mapping[str, Any]) -> list[str]:
+    """Format why rows were dropped, and where the refused ones are listed."""
+    dropped = report["dropped"].items()
+    lines = [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in dropped]
+    refused = f"  refused        reasons with file and line in {report['refused_rows']}"
+    return [*lines, refused] if report["refused"] else lines
+
+
+def report_table(report: Mapping[str, Any]) -> str:
+    """Format the report for people: at most 25 lines."""
+    lines = [account_line(report), *source_lines(report), *left_out_lines(report)]
     action = "left out" if "duplicate" in report["dropped"] else "kept"
     near = report["near_duplicates"]
     repeated = report["duplicates"] + near

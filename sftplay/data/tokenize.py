@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from sftplay.data.row_outcomes import (
     RowProcessor,
     Side,
     compute_keys,
+    is_held_out,
     total,
 )
 from sftplay.errors import DataError, MachineError
@@ -150,16 +151,25 @@ class Output(Protocol):
         """All rows are done."""
 
 
+def token_lists(rows: Sequence[bytes]) -> pa.Array:
+    """Return rows of int32 as a column of token ids."""
+    flat = np.frombuffer(b"".join(rows), np.int32).astype(np.int64)
+    ends = np.cumsum([0, *(len(ids) // 4 for ids in rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat))
+
+
 class RowFiles(Output):
     """Files of a folder: the rows of each side and their places as Arrow streams, the rest as JSON."""
 
+    schemas: Mapping[str, pa.Schema] = {"": SCHEMA, "_places": PLACES}
+    """End of a stream's name, after that of its side -> its columns."""
+
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, ExitStack()
-        schemas = {"": SCHEMA, "_places": PLACES}
         self._streams = {
             side + name: self._files.enter_context(pa.ipc.new_stream(str(folder / f"{side}{name}.arrow"), schema))
             for side in SIDES
-            for name, schema in schemas.items()
+            for name, schema in self.schemas.items()
         }
         self._chats = self._files.enter_context((folder / CHATS).open("w", encoding="utf-8"))
         self._refused = self._files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
@@ -173,17 +183,20 @@ class RowFiles(Output):
     def write(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> None:
         if not kept:
             return
-        columns = []
-        for lists in ([example.ids for _, example in kept], [example.labels for _, example in kept]):  # int32 bytes
-            flat = np.frombuffer(b"".join(lists), np.int32).astype(np.int64)
-            ends = np.cumsum([0, *(len(ids) // 4 for ids in lists)], dtype=np.int32)
-            columns.append(pa.ListArray.from_arrays(pa.array(ends), pa.array(flat)))
-        columns.append(pa.array([outcome.row for outcome, _ in kept], pa.int64()))
-        self._streams[side].write_batch(pa.record_batch(columns, schema=SCHEMA))
+        columns: dict[str, Any] = {
+            "input_ids": token_lists([example.ids for _, example in kept]),
+            "labels": token_lists([example.labels for _, example in kept]),
+            "row": [outcome.row for outcome, _ in kept],
+            **self.more_columns(side, kept),
+        }
         places = [outcome.source for outcome, _ in kept]
-        numbers = [pa.array([getattr(place, name) for place in places], pa.int64()) for name in ("line", "record")]
-        batch = pa.record_batch([pa.array([place.path for place in places]), *numbers], schema=PLACES)
-        self._streams[f"{side}_places"].write_batch(batch)
+        columns |= {name: [getattr(place, name) for place in places] for name in PLACES.names}
+        for name, schema in self.schemas.items():
+            self._streams[side + name].write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
+
+    def more_columns(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> dict[str, Any]:
+        """Return what another task's schemas have besides."""
+        return {}
 
     def write_chat(self, chat: str) -> None:
         self._chats.write(chat + "\n")
@@ -240,22 +253,22 @@ class Preparation:
         self._options = RowOptions(read_layout_options(data), max_tokens, data.too_long, only_held_out, only_chats)
         self._policies = RowPolicies(data, max_tokens)
 
-    def run(self, inputs: Sequence[Input], output: Output, *, guarded: Sequence[str] = ()) -> None:
+    def run(self, inputs: Sequence[Input], output: Output, *, guarded: Sequence[Input] = ()) -> None:
         """Read `inputs`, training rows first, and hand everything to `output`.
 
-        Rows of the files `guarded` must not be trained on, nor those that `inputs` hold out.
+        What `guarded` and `inputs` hold out must not be trained on.
         Raise DataError where a file cannot be read; or a bad, too long or leaked row, where the config says error: then
         the first five are named with file, line and reason, and all are counted. Or no end of turn is learned.
         """
-        for path in guarded:
-            self._guard(path)
+        for given in guarded:
+            self._guard(given)
         began = shown_at = time.monotonic()
         paths = [given.path for given in inputs]
         n_rows = count_rows(paths)
         n_read = n_done = output.begin(self._policies)
         for given in inputs:
             if n_done and given.share == 1.0:  # its rows are not read again
-                self._guard(given.path)
+                self._guard(given)
 
         def format_rate(n_rows: int, now: float) -> str:
             return f"{n_rows / max(now - began, 1e-3):,.0f} rows/s"
@@ -288,12 +301,13 @@ class Preparation:
             )
         output.finish(self._report(inputs))
 
-    def _guard(self, path: str) -> None:
-        for source, row in read_rows(path, self._dialect):
+    def _guard(self, given: Input) -> None:
+        for source, row in read_rows(given.path, self._dialect):
             if not isinstance(row, Refused):
                 with suppress(DataError):  # this row is counted when the file itself is measured on
-                    record = to_record(row, source, reading=self._options.reading)
-                    self._policies.guard(compute_keys(record).normal, source)
+                    keys = compute_keys(to_record(row, source, reading=self._options.reading))
+                    if is_held_out(keys, given.share):
+                        self._policies.guard(keys.normal, source)
 
     def _batches(self, inputs: Sequence[Input], n_done: int) -> Iterator[Work]:
         """Yield all batches of rows behind the first `n_done`."""

@@ -16,23 +16,28 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
-from multiprocessing import get_context
-from multiprocessing.util import Finalize
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
+
+import psutil
 
 from sftplay.config.rewards import ENVIRONMENT
 from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
-from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError, nearest_names
-from sftplay.reward.reward_set import LONGEST_REASON, START_S, kill_group
+from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
+from sftplay.reward.reward_set import (
+    START_S,
+    describe_error,
+    forget_secrets,
+    kill_group,
+    settle_process,
+    start_process,
+)
 from sftplay.reward.table import RewardValues, load_function
-from sftplay.signals import STOP_SIGNALS, die_with_parent, outlive_parent
+from sftplay.signals import adopt_orphans, die_with_parent, outlive_parent
 
 if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
@@ -44,18 +49,6 @@ MOST_BYTES = 16 * MOST_CHARACTERS  # of one message between processes: JSON may 
 
 CLOSE_S = 5.0
 """How long the environments of a rollout batch may take to close."""
-
-
-class Environment(Protocol):
-    """What `grpo.environment` makes. Its file: docs/environments.md."""
-
-    def reset(self, row: dict[str, Any]) -> str | None:
-        """Begin the task of a row of the data; `row` has the columns that rewards get. The text is added to the last
-        turn of the prompt; None adds nothing."""
-
-    def step(self, text: str) -> tuple[str | None, float | None, bool]:
-        """Take what the model wrote in a turn; return the answer, which the model reads as the user's next turn, the
-        reward of this turn, None for none, and whether the task is over."""
 
 
 class Failed(Exception):
@@ -105,20 +98,9 @@ class EnvironmentHost:
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         self._lock = threading.Lock()
-        context = get_context("spawn")  # a new interpreter: nothing of this one is forked, so CUDA may be in use here
         self._control, child_end = socket.socketpair()
-        process = context.Process(
-            target=_host, args=(child_end, spec), kwargs={"parent": os.getpid(), "describes": describes}, daemon=True
-        )
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that until it can ignore them
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._process, self._at_exit = start_process(self, _host, child_end, spec, describes=describes)
         child_end.close()
-        self._process = process
-        # At its exit this interpreter sends SIGTERM and waits for what it has started; the process ignores SIGTERM.
-        self._at_exit = Finalize(self, kill_group, args=(process,), exitpriority=0)
         try:
             loaded = _receive(self._control, START_S)
         except (OSError, EOFError, ValueError) as error:
@@ -153,10 +135,11 @@ class EnvironmentHost:
             raise Failed(f"could not start: {data.decode(errors='replace')}")
         return EnvironmentProcess(self, int(data), socket.socket(fileno=found[0]))
 
-    def end(self, pid: int) -> int | None:
-        """End a copy with the processes that it started; return its exit status as of `os.waitpid`, where known."""
+    def end(self, pid: int, *, is_alone: bool) -> int | None:
+        """End a copy with the processes that it started; return its exit status as of `os.waitpid`, where known.
+        `is_alone`: it is known to have none, which spares a look at all processes of the machine."""
         with self._lock, suppress(OSError, EOFError, ValueError):
-            self._control.sendall(json.dumps({"end": pid}).encode() + b"\n")
+            self._control.sendall(json.dumps({"end": pid, "is_alone": is_alone}).encode() + b"\n")
             return int(_receive(self._control, START_S)["status"])
         return None
 
@@ -189,6 +172,7 @@ class EnvironmentProcess:
 
     def __init__(self, host: EnvironmentHost, pid: int, pipe: socket.socket) -> None:
         self._host, self._pid, self._pipe, self.is_over = host, pid, pipe, False
+        self._is_alone = True  # it has started no process that still lives
 
     def ask(self, deadline_s: float | None = None, **request: Any) -> Any:
         """Send a request (`reset=row`, `step=text`, `call=name, arguments={}`, `close=True`) and return its answer.
@@ -200,6 +184,7 @@ class EnvironmentProcess:
         if self.is_over:
             raise Failed("has ended before")
         limit_s = deadline_s or self._host.spec.deadline_s
+        self._is_alone = False  # nothing is known until it has answered
         try:
             self._pipe.settimeout(limit_s)
             self._pipe.sendall(json.dumps(request).encode() + b"\n")
@@ -212,8 +197,9 @@ class EnvironmentProcess:
             if status is None:  # nobody is left who waits for it
                 raise self._host.death() from None
             raise Failed(f"died ({describe_status(status)})") from None
-        if "failure" in answer:
-            raise Failed(answer["failure"])
+        self._is_alone = answer.get("is_alone") is True
+        if "answer" not in answer:
+            raise Failed(str(answer.get("failure", "gave no answer")))
         return answer["answer"]
 
     def end(self) -> int | None:
@@ -222,7 +208,7 @@ class EnvironmentProcess:
             return None
         self.is_over = True
         self._pipe.close()
-        return self._host.end(self._pid)
+        return self._host.end(self._pid, is_alone=self._is_alone)
 
 
 class SingleTurns:
@@ -270,16 +256,15 @@ def open_single_turns(cfg: RunConfig) -> Iterator[dict[str, SingleTurns]]:
         yield {reward.name: tried for reward in cfg.rewards if reward.use == ENVIRONMENT}
 
 
-def describe_status(status: int | None) -> str:
+def describe_status(status: int) -> str:
     """Describe an exit status of `os.waitpid`.
 
-    >>> describe_status(9), describe_status(256)
-    ('signal SIGKILL', 'exit code 1')
+    >>> describe_status(9), describe_status(40), describe_status(256)
+    ('signal SIGKILL', 'signal 40', 'exit code 1')
     """
-    if status is None:
-        return "for an unknown reason"
     if os.WIFSIGNALED(status):
-        return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
+        number = os.WTERMSIG(status)
+        return f"signal {next((known.name for known in signal.Signals if known == number), number)}"
     return f"exit code {os.WEXITSTATUS(status)}"
 
 
@@ -293,18 +278,6 @@ def describe_tools(spec: EnvironmentSpec | None) -> str:
         return ""
     with EnvironmentHost(spec, describes=True) as host:
         return host.tools
-
-
-def resolve_name(name: str, shipped: Mapping[str, str], *, key: str) -> str:
-    """Return `module:function` or `path.py:function` for a name in a config; raise ConfigError for an unknown one."""
-    if ":" in name:
-        return name
-    if name not in shipped:
-        near = nearest_names(name, list(shipped))
-        known = f"there are {', '.join(shipped)}, and path.py:NAME" if shipped else "write path.py:NAME"
-        fix = f"did you mean {near[0]!r}?" if near else known
-        raise ConfigError(f"there is no {name!r}", where=key, fix=fix, nearest=near)
-    return shipped[name]
 
 
 def _receive(pipe: socket.socket, limit_s: float | None) -> dict[str, Any]:
@@ -331,12 +304,8 @@ def _receive(pipe: socket.socket, limit_s: float | None) -> dict[str, Any]:
 
 
 def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describes: bool) -> None:
-    die_with_parent(parent)
-    for number in STOP_SIGNALS:  # the parent decides when to stop
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    os.setpgid(0, 0)
-    os.dup2(2, 1)  # what make prints is no output of the command
+    settle_process(parent)
+    forget_secrets()
     # Copies share the cores, and a fork keeps no threads.
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     with suppress(EOFError, OSError):  # the parent has left
@@ -359,13 +328,16 @@ def _fork_copies(
 ) -> None:
     """Do what the parent asks for until it has left, and end the copies then."""
     outlive_parent()  # its death shows here, and copies may have started processes
-    copies = set[int]()
+    copies, kept = set[int](), {child.pid for child in psutil.Process().children()}  # which `make` has started
     try:
         while True:
             order = _receive(control, None)
             if "end" in order:
                 copies.discard(order["end"])
-                control.sendall(json.dumps({"status": _end(order["end"])}).encode() + b"\n")
+                status = _end(order["end"])
+                if not order["is_alone"]:
+                    _end_orphans(kept | copies)
+                control.sendall(json.dumps({"status": status}).encode() + b"\n")
                 continue
             sys.stdout.flush()
             sys.stderr.flush()
@@ -388,6 +360,7 @@ def _fork_copies(
         for pid in copies:
             with suppress(OSError):
                 _end(pid)
+        _end_orphans(kept)
 
 
 def _end(pid: int) -> int:
@@ -398,23 +371,33 @@ def _end(pid: int) -> int:
     return os.waitpid(pid, 0)[1]
 
 
+def _end_orphans(known: set[int]) -> None:
+    """End what a copy has left in sessions of its own: with the copy's death it has become this process's."""
+    while orphans := [child.pid for child in psutil.Process().children() if child.pid not in known]:
+        for pid in orphans:  # what they have started comes after them
+            known = known | {pid}  # one that may not be ended is tried once
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
 def _make(spec: EnvironmentSpec) -> tuple[Any, dict[str, Callable[..., Any]], set[str]]:
     """Return the environment, the tools by name, and the names of those that belong to the environment."""
     environment, key = None, "grpo.environment"
     if spec.environment is not None:
-        make = load_function(resolve_name(spec.environment, SHIPPED_ENVIRONMENTS, key=key), where=key)
+        make = load_function(SHIPPED_ENVIRONMENTS.get(spec.environment, spec.environment), where=key)
         try:
             environment = make(**spec.environment_options)
         except SftplayError:
             raise
         except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
-            what = f"{spec.environment} cannot be made: {_say(error)}"
+            what = f"{spec.environment} cannot be made: {describe_error(error)}"
             raise ConfigError(what, where=key, fix="mend it, or grpo.environment_options") from None
         _check_methods(environment, spec.environment, where=key)
     tools = dict[str, Callable[..., Any]]()
     for name in spec.tools:
         where = "grpo.tools"
-        tool = load_function(resolve_name(name, SHIPPED_TOOLS, key=where), where=where)
+        tool = load_function(SHIPPED_TOOLS.get(name, name), where=where)
         _add_tool(tools, tool, where=where)
     owned = dict[str, Callable[..., Any]]()
     for tool in getattr(environment, "tools", None) or ():
@@ -461,7 +444,7 @@ def _prepare(prepare: Callable[..., Any], name: str, options: Mapping[str, Any])
     except SftplayError:
         raise
     except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
-        what = f"{name} cannot be prepared: {_say(error)}"
+        what = f"{name} cannot be prepared: {describe_error(error)}"
         raise ConfigError(what, where=where, fix=f"mend {name}.prepare, or its options") from None
 
 
@@ -519,21 +502,31 @@ def _serve(
         pid = os.getpid()
         os.setpgid(0, 0)
         die_with_parent(host)
+        adopt_orphans()  # they stay below this copy as long as it lives
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         nowhere = os.open(os.devnull, os.O_RDWR)  # what is printed is lost: 200 MB would fill the log
         for number in range(3):
             os.dup2(nowhere, number)
         random.seed(seed)
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+            sys.modules["numpy"].random.seed(random.Random(seed).getrandbits(32))
         while True:
             request = _receive(pipe, None)
-            answer = _answer(request, environment, tools, options)
+            answer = {**_answer(request, environment, tools, options), "is_alone": _is_alone()}
             if os.getpid() != pid:
                 os._exit(0)  # the foreign code forked: two processes would answer
             pipe.sendall(json.dumps(answer).encode() + b"\n")
     finally:
         os._exit(0)
+
+
+def _is_alone() -> bool:
+    """Return whether this process has no child, dead ones that nobody has waited for included."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
 
 
 def _answer(
@@ -563,7 +556,7 @@ def _answer(
     except Failed as error:
         return {"failure": str(error)}
     except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
-        return {"failure": _say(error)}
+        return {"failure": describe_error(error)}
 
 
 def read_step(answer: Any) -> tuple[str | None, float | None, bool]:
@@ -596,12 +589,3 @@ def expect_text(value: Any) -> str:
     except UnicodeError:
         raise Failed("returned something that is not valid Unicode") from None
     return value
-
-
-def _say(error: BaseException) -> str:
-    """Say what foreign code raised, with the line of its file."""
-    said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
-    # Lines of the kit's own code say nothing.
-    frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent)
-    foreign = [frame for frame in frames if not frame.filename.startswith(package)]
-    return f"{said} ({Path(foreign[-1].filename).name}:{foreign[-1].lineno})" if foreign else said

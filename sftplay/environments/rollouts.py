@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -32,6 +32,9 @@ Sample = Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float
 
 MOST_AT_ONCE, FEWEST_AT_ONCE = 16, 4
 """Requests to environments that run at the same time: as many as cores, within these."""
+
+BEAT_S = 5.0
+"""Time between two looks for answers."""
 
 SAID = 8  # different failures that are said; all are counted
 
@@ -101,7 +104,9 @@ class Rollouts:
         self.max_prompt_tokens, self.end_ids = max_prompt_tokens, frozenset(end_ids)
         self.has_environment = spec.environment is not None
         self.beat: Callable[[], object] = lambda: None
-        """Called whenever a completion got its answer: a rollout batch may take longer than a run may be silent."""
+        """Called now and then while answers come: a rollout batch may take longer than a run may be silent."""
+
+        self.n_answers = 0  # of environments and tools so far
 
         self.failures: Counter[str] = Counter()
         """What failed, and how often."""
@@ -121,12 +126,8 @@ class Rollouts:
         spec = EnvironmentSpec.from_config(cfg)
         if spec is None:
             return None
-        named = f"of {cfg.model.name} (data.template: {cfg.data.template})"
-        dialogue = Dialogue.prove(
-            prompts.renderer, tools=prompts.tools, has_environment=spec.environment is not None, named=named
-        )
         return cls(
-            spec, dialogue, max_turns=cfg.grpo.max_turns, max_tokens=cfg.grpo.max_completion_length,
+            spec, prove_dialogue(cfg, prompts), max_turns=cfg.grpo.max_turns, max_tokens=cfg.grpo.max_completion_length,
             max_prompt_tokens=cfg.prompt_tokens, end_ids=end_ids, seed=cfg.seed,
         )  # fmt: skip
 
@@ -179,8 +180,25 @@ class Rollouts:
         self.close()
 
     def _all(self, work: Callable[[_Rollout], None], rollouts: Sequence[_Rollout]) -> None:
-        for _ in self._threads.map(work, rollouts):
-            self.beat()
+        going, seen = {self._threads.submit(work, rollout) for rollout in rollouts}, -1
+        try:
+            while going:
+                done, going = wait(going, BEAT_S, FIRST_COMPLETED)
+                if done or self.n_answers != seen:  # where nothing comes, the run is to be seen as silent
+                    seen = self.n_answers
+                    self.beat()
+                for future in done:
+                    future.result()
+        finally:
+            for future in going:
+                future.cancel()
+
+
+def prove_dialogue(cfg: RunConfig, prompts: Prompts) -> Dialogue:
+    """Return the dialogue of the prompts' chat template; raise DataError where the template is refused for turns."""
+    named = f"of {cfg.model.name} (data.template: {cfg.data.template})"
+    has_environment = cfg.grpo.environment is not None
+    return Dialogue.prove(prompts.renderer, tools=prompts.tools, has_environment=has_environment, named=named)
 
 
 class _Rollout:
@@ -311,7 +329,10 @@ class _Rollout:
             if self.tools is None or self.tools.is_over:  # the first call, or the one before hung or died
                 self.tools = host.fork(self._seed)
             process = self.tools
-        return str(process.ask(call=call.name, arguments=json.loads(call.arguments)))
+        try:
+            return str(process.ask(call=call.name, arguments=json.loads(call.arguments)))
+        finally:
+            self.shared.n_answers += 1
 
     def _append(self, asked: Sequence[Call], answers: Sequence[Message]) -> None:
         try:

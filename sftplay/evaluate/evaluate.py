@@ -172,6 +172,23 @@ def read_reference(chat: Chat, renderer: Renderer) -> str:
     return str(renderer.tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format the numbers among the figures of a run, `before` and `after` training, side by side."""
+    titles = {"before": "base", "after": "tuned"}
+    numbers = {
+        side: {key: value for key, value in found.items() if isinstance(value, int | float)}
+        for side, found in figures.items()
+    }
+    keys = dict.fromkeys(key for found in numbers.values() for key in found)
+    width = max(12, 2 + max(map(len, keys)))
+    lines = [" " * width + "".join(f"{titles[side]:>12}" for side in figures)]
+    for key in keys:
+        values = [found.get(key, math.nan) for found in numbers.values()]
+        cells = "".join(f"{value:{'12' if isinstance(value, int) else '12.4f'}}" for value in values)
+        lines.append(f"{key:{width}}{cells}")
+    return "\n".join(lines)
+
+
 def evenly_spaced(rows: Any, limit: int | None) -> list[Any]:
     """Return at most `limit` of `rows`, which have a length and numbers, evenly spaced over all of them."""
     count = len(rows) if limit is None else min(limit, len(rows))

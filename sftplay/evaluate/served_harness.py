@@ -12,6 +12,7 @@ from transformers import AutoConfig, GenerationConfig
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.evaluate.harness import HarnessModel
+from sftplay.model.tokenizer import shipped_end_ids
 
 AT_ONCE = 128
 """Prompts of one request. vLLM cuts its own batches."""
@@ -45,8 +46,7 @@ class ServedHarnessModel(HarnessModel):
         self.batch_size_per_gpu = AT_ONCE
         self._max_length = self.max_length - 2  # all that is scored goes there as a prompt, and one token comes back
         self._ask = ask
-        ends = generation.eos_token_id
-        self._ends = [ends] if isinstance(ends, int) else list(ends or [])
+        self._ends = shipped_end_ids(generation)
 
     def score(self, ids: list[int]) -> torch.Tensor:
         """Return the log-probabilities of these ids, each behind those before it, `[ids - 1]`; of one id, that of

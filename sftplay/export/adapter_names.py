@@ -136,7 +136,7 @@ def export_adapter(
     # SGLang refuses a pattern, and takes the last part of each name; full names keep PEFT out of an image tower.
     listed = dict(settings)
     if isinstance(settings.get("target_modules"), str):
-        listed["target_modules"] = sorted(_modules(keys))
+        listed["target_modules"] = sorted(name for name, kind in _modules(keys).items() if kind == "pair")
     _write(target / "adapter", listed)
     shutil.copyfile(weights, target / "adapter" / WEIGHTS)
     if config is None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from sftplay import __version__, log
-from sftplay.atomic import read_object
+from sftplay.atomic import check_target, read_object
 from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
@@ -32,9 +32,9 @@ from sftplay.export.merge import (
 )
 from sftplay.export.model_card import PublicRun, write_card
 from sftplay.export.parity_table import parity_rows
-from sftplay.export.target import check_target
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
+from sftplay.model.load import check_finite
 from sftplay.model.source import BUILTIN, is_local
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 from sftplay.model.weights import DTYPES
@@ -63,7 +63,7 @@ def export(
     Raises:
         ConfigError: the run has no result, or `out` exists.
         MachineError: base or result cannot be read, or the disk is too small.
-        RunError: the adapter holds values that are not finite.
+        RunError: adapter or result hold values that are not finite, or that do not fit `dtype`.
     """
     check_target(out)
     model, tokenizer = load_whole(cfg, folder, dtype=dtype)
@@ -77,7 +77,7 @@ def export(
         if adapter_files:
             settings_file, weights = adapter_files
             settings = json.loads(settings_file.read_text(encoding="utf-8"))
-            settings["base_model_name_or_path"] = run.cfg.model.name
+            settings |= {"base_model_name_or_path": run.cfg.model.name, "revision": run.cfg.model.revision}
             base_file = find_base_file(cfg, folder, name="config.json")
             base = json.loads(base_file.read_text(encoding="utf-8")) if base_file else None
             export_adapter(weights.parent, scratch, config=base, settings=Redactor()(settings))
@@ -103,19 +103,24 @@ def load_whole(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None = None)
     """Return the run's whole model on the CPU, an adapter merged into its base, and the tokenizer.
 
     `dtype` None keeps the base's dtype for an adapter run and the result's for a full one. Raise MachineError where it
-    cannot be read, RunError where the adapter holds values that are not finite.
+    cannot be read whole, RunError where it holds values that are not finite, or that do not fit `dtype`.
     """
     result = folder.path / "model"
     if not result.is_dir():
         return merged_model(cfg, folder, dtype=dtype)
     tokenizer = load_tokenizer(cfg.model, str(result))
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            result, dtype=DTYPES[dtype] if dtype else "auto", trust_remote_code=cfg.model.trust_remote_code
-        )
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            result, dtype=DTYPES[dtype] if dtype else "auto", output_loading_info=True,
+            trust_remote_code=cfg.model.trust_remote_code,
+        )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         what = f"the result cannot be loaded ({first_line(error)})"
         raise MachineError(what, where=str(result), fix="check its files") from error
+    if missing := loading["missing_keys"]:
+        what = f"the result lacks {len(missing)} weights, {min(missing)} for one"
+        raise MachineError(what, where=str(result), fix="check its files")
+    check_finite(model, where=str(result), fix="export with the result's own dtype, or in bf16")
     set_end_tokens(model.generation_config, tokenizer)
     return model.eval(), tokenizer
 
@@ -143,6 +148,7 @@ def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
         # With merge_adapter the base is a merged model that others cannot get, so the adapter alone is of no use.
         has_adapter=(folder.path / "adapter").is_dir() and not cfg.model.merge_adapter,
         has_new_tokens=(folder.path / "new_tokens.json").is_file(),
+        step=folder.read_json("status.json").get("step"),
         engines=clean(parity_rows(read_object(folder.path / "parity.json"), digest_result(folder.result))),
     )
 

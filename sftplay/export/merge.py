@@ -20,10 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from sftplay import __version__, log
-from sftplay.atomic import locked, use_umask
+from sftplay.atomic import check_target, locked, use_umask
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.export.target import check_target
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line, quieten_hub
 from sftplay.model.load import merge_adapter
@@ -165,6 +164,12 @@ def find_base_file(cfg: RunConfig, folder: RunFolder, *, name: str) -> Path | No
 def size_bytes(model: nn.Module) -> int:
     """Return the bytes of the weights in a file, each counted once."""
     return sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
+
+
+def move_to_gpu(model: nn.Module) -> None:
+    """Move the model to the GPU where there is one with room for it."""
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 1.3 * size_bytes(model):
+        model.to("cuda")
 
 
 def adapter_digest(folder: RunFolder) -> str:

@@ -25,14 +25,15 @@ from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, RunError
-from sftplay.export.merge import find_adapter, load_unquantised, size_bytes
+from sftplay.export.merge import find_adapter, load_unquantised, move_to_gpu
 from sftplay.generate.generate import Generator
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.load import attach_for_merging, load_result
 from sftplay.model.tokenizer import end_token_ids, load_tokenizer
 
-PROMPTS, ANSWER_TOKENS = 8, 32
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 256, 32
+"""Of a long prompt its end is asked."""
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -83,9 +84,7 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
     reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
     expected = _compute_outputs(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
     whole = _open_merged(cfg, merged)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(tied|tie_word_embeddings).*")
-        by_peft: nn.Module = reference.merge_and_unload()
+    by_peft = merge_by_peft(reference)
     problems = _find_altered(by_peft, whole)
     del reference, by_peft
     gc.collect()
@@ -123,7 +122,13 @@ def choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tupl
     template = tokenizer.chat_template
     held_out: Any = None
     try:
-        if cfg.learns_documents:  # some blocks of each source
+        if cfg.task.learns_from_rewards:
+            from sftplay.data.load_prompts import load_prompts
+
+            asked = load_prompts(cfg, tokenizer, renderer_template=template, tools="").held_out
+            if prompts := [list(asked[n].ids)[-PROMPT_TOKENS:] for n in _evenly_spaced(len(asked))]:
+                return prompts, "held-out"
+        elif cfg.learns_documents:  # some blocks of each source
             sources = load_mixture(cfg, tokenizer, renderer_template=template).held_out.values()
             held_out = [blocks[n] for blocks in sources for n in _evenly_spaced(len(blocks))]
         else:
@@ -136,8 +141,8 @@ def choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tupl
         for row in (held_out[n] for n in _evenly_spaced(len(held_out))):
             ids = list(row["input_ids"])
             first = next((at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX), len(ids))
-            # Plain text is learned as a whole: half of it. Only the end of a long prompt is used.
-            prompts.append(ids[: first if first > 1 else max(1, len(ids) // 2)][-256:])
+            # Plain text is learned as a whole: half of it.
+            prompts.append(ids[: first if first > 1 else max(1, len(ids) // 2)][-PROMPT_TOKENS:])
         return prompts, "held-out"
     if not template:
         return [list(tokenizer(question)["input_ids"]) for question in QUESTIONS], "built-in"
@@ -151,8 +156,7 @@ def _compute_outputs(
 ) -> Outputs:
     """Return the model's answers, and its scores for them, or for the `given` answers."""
     model, outputs = generator.model, Outputs()
-    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 1.3 * size_bytes(model):
-        model.to("cuda")
+    move_to_gpu(model)
     device = next(model.parameters()).device
     for n, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
@@ -178,18 +182,27 @@ def _open_merged(cfg: RunConfig, merged: Path) -> Any:
     return whole.eval()
 
 
+def merge_by_peft(model: Any) -> nn.Module:
+    """Return PEFT's own merge of base and adapter."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(tied|tie_word_embeddings).*")
+        whole: nn.Module = model.merge_and_unload()
+    return whole
+
+
+def is_rounded_once(value: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether `value` is `expected` (fp32) up to one rounding to its own dtype; a NaN never is."""
+    limit = UNITS.get(value.dtype, 0.0) * expected.abs() + WEIGHT_NOISE * expected.abs().max()
+    return bool(((value.float() - expected).abs() <= limit).all())
+
+
 def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
     """Return the names of tensors that differ from PEFT's own fp32 merge by more than one rounding of each value."""
     altered = []
     left = dict(expected.named_parameters(remove_duplicate=False))
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         value = left.pop(name, torch.empty(0)).detach()
-        if value.shape != parameter.shape:
-            altered.append(name)
-            continue
-        limit = UNITS[parameter.dtype] * value.abs() + WEIGHT_NOISE * value.abs().max()
-        # Written so that a NaN counts as altered.
-        if not bool(((parameter.detach().float() - value).abs() <= limit).all()):
+        if value.shape != parameter.shape or not is_rounded_once(parameter.detach(), value):
             altered.append(name)
     return altered + sorted(left)
 

@@ -43,6 +43,9 @@ class PublicRun:
 
     has_new_tokens: bool
 
+    step: int | None = None
+    """The last one that was trained; fewer than planned where the run stopped early."""
+
     engines: list[list[str]] = field(default_factory=list)
     """What the run was held against, as rows of `parity_table.HEAD`."""
 
@@ -52,8 +55,10 @@ def write_card(run: PublicRun, path: Path, *, gguf: Mapping[str, Any] | None = N
 
     `gguf` is what was found of GGUF files there, None for a folder of plain transformers.
     """
-    measurements = sorted(run.figures, key=lambda name: (name.removesuffix("before") == name, name))
-    keys = dict.fromkeys(key for figures in run.figures.values() for key in figures)
+    # Figures of tasks and of sources lie deeper in these; at their top are settings, which are no figures.
+    flat = [name for name in run.figures if not name.endswith(("lm-eval", "perplexity"))]
+    measurements = sorted(flat, key=lambda name: (name.removesuffix("before") == name, name))
+    keys = dict.fromkeys(key for name in flat for key in run.figures[name])
     rows = [[key, *(_format(run.figures[name].get(key)) for name in measurements)] for key in keys]
     known = {name: run.manifest.get(key) for name, key in (("sft-play", "kit"), ("commit", "git_commit"))}
     known |= {"python": run.manifest.get("python"), **run.manifest.get("machine", {}).get("libraries", {})}
@@ -72,7 +77,7 @@ def write_card(run: PublicRun, path: Path, *, gguf: Mapping[str, Any] | None = N
         method=_describe_method(run.cfg),
         has_chat_template=(path.parent / "chat_template.jinja").is_file(),
         has_engine_names=(path.parent / FOR_ENGINES).is_dir(),
-        base=repr(run.hub_base or f"path/to/{run.cfg.model.name}"),
+        base=_name_base(run),
         sources=_sources(run.data_report),
         measurements=measurements,
         figures=[row for row in rows if set(row[1:]) != {"-"}],
@@ -104,6 +109,14 @@ def update_card(path: Path, engines: Sequence[Sequence[str]]) -> None:
 
 def _engines(rows: Sequence[Sequence[str]]) -> str:
     return card_template("engines.md").render(head=HEAD, rows=rows)
+
+
+def _name_base(run: PublicRun) -> str:
+    """Return the arguments that open the base on which the run was trained."""
+    if run.hub_base is None:
+        return repr(f"path/to/{run.cfg.model.name}")
+    revision = f", revision={run.cfg.model.revision!r}" if run.cfg.model.revision else ""
+    return f"{run.hub_base!r}{revision}"
 
 
 def _describe_method(cfg: RunConfig) -> str:
@@ -149,7 +162,8 @@ def _settings(run: PublicRun) -> Iterator[tuple[str, Any]]:
         yield "new tokens", "a list: terms of the data, among the added tokens"
     if cfg.tuning.mode == "qlora":
         yield "base while training", f"{cfg.tuning.quant_type}, double_quant {str(cfg.tuning.double_quant).lower()}"
-    yield "steps", run.manifest.get("steps", cfg.train.max_steps or f"{cfg.train.epochs:g} epochs")
+    planned = run.manifest.get("steps", cfg.train.max_steps or f"{cfg.train.epochs:g} epochs")
+    yield "steps", planned if run.step in (None, planned) else f"{run.step} of {planned}"
     yield "rows a step", cfg.train.effective_batch_size
     yield "learning rate", f"{cfg.train.peak_rate}, {cfg.train.lr_scheduler}, warm-up {cfg.train.warmup_ratio:g}"
     yield "precision", cfg.train.precision

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -119,37 +120,46 @@ def end_with_this_process(session: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
+@contextmanager
+def server_process(launch: Launch, *, cwd: Path, log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a server whose lines go to `log_file`. When the block ends it has `STOP_S` seconds to do so too; then
+    nothing that it has started is left, and nor is it where this process is killed.
+    """
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("wb") as handle:
+        process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
+        guard = end_with_this_process(process.pid)
+        try:
+            yield process
+        finally:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            with suppress(ProcessLookupError):  # vLLM's engine and workers are in its session
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            guard.kill()
+            guard.communicate()
+
+
 def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Path) -> int:
     """Start the server, report when it answers, and wait until it is stopped; return 128 + the signal's number.
 
     The first stop signal lets answers finish for `STOP_S` seconds, the second ends at once; the server does not
     outlive this process. Raise RunError where it ended by itself; the error holds its last lines.
     """
-    log_file.parent.mkdir(parents=True, exist_ok=True)
     stopper = Forwarder(lambda process, _: process.terminate(), at_second=lambda process: process.kill())
-    with log_file.open("wb") as handle, stopper.installed():
-        process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
-        guard = end_with_this_process(process.pid)
+    with stopper.installed(), server_process(launch, cwd=cwd, log_file=log_file) as process:
         stopper.attach(process)
-        try:
-            deadline = time.monotonic() + START_S
-            while process.poll() is None and not stopper.received and not answers(port, within_s=1.0):
-                if time.monotonic() > deadline:
-                    process.kill()
-                time.sleep(0.1)
-            if not stopper.received and process.poll() is None:
-                key = f", API key from {gate.TOKEN}" if os.environ.get(gate.TOKEN) else ""
-                log.say(f"http://{HOST}:{port}/v1 answers, model {name!r}{key}; Ctrl-C stops it", "serve")
-            while process.poll() is None and not stopper.received:
-                time.sleep(0.1)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
-        finally:
-            with suppress(ProcessLookupError):  # vLLM's engine and workers are in its session
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            guard.kill()
-            guard.communicate()
+        deadline = time.monotonic() + START_S
+        while process.poll() is None and not stopper.received and not answers(port, within_s=1.0):
+            if time.monotonic() > deadline:
+                process.kill()
+            time.sleep(0.1)
+        if not stopper.received and process.poll() is None:
+            key = f", API key from {gate.TOKEN}" if os.environ.get(gate.TOKEN) else ""
+            log.say(f"http://{HOST}:{port}/v1 answers, model {name!r}{key}; Ctrl-C stops it", "serve")
+        while process.poll() is None and not stopper.received:
+            time.sleep(0.1)
     if not stopper.received:
         lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
         # vLLM ends with what its outermost process says of the engine's end.

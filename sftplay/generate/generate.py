@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from sftplay import log
 from sftplay.model.out_of_memory import AdaptiveBatches
+from sftplay.model.tokenizer import shipped_end_ids
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,7 @@ class Generator:
     @property
     def all_end_ids(self) -> list[int]:
         """End tokens of the template and of the model."""
-        shipped = self.model.generation_config.eos_token_id or []
-        return sorted({*self.end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)})
+        return sorted({*self.end_token_ids, *shipped_end_ids(self.model.generation_config)})
 
     def greedy(self) -> GenerationConfig:
         """Return the config for greedy decoding up to an end token of the template or of the model."""

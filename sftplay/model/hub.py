@@ -57,6 +57,16 @@ def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
     return True
 
 
+def find_commit(name: str, revision: str | None) -> str | None:
+    """Return the commit at which this machine has last opened the hub's model `name`; None for any other model."""
+    if is_local(name) or not is_hub_shaped(name):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
 def fetch_weights(name: str, revision: str | None) -> None:
     """Bring the safetensors of the hub's model `name` into its cache, so that several processes can open them at once.
 

@@ -122,12 +122,17 @@ def merge_adapter(base: Any, adapter: Path, *, dtype: torch.dtype | None, fix: s
         whole.config.tie_word_embeddings = whole.config.get_text_config().tie_word_embeddings = False
     elif was_tied:
         head.weight = embedding.weight
-    for name, parameter in whole.named_parameters():
+    check_finite(whole, where=str(adapter), fix=fix)
+    return whole, is_untied
+
+
+def check_finite(model: nn.Module, *, where: str, fix: str) -> None:
+    """Raise RunError where a weight holds a value that is not finite, perhaps since it was rounded to its dtype."""
+    for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
             kind = str(parameter.dtype).removeprefix("torch.")
             what = f"{name} holds values that {kind} cannot hold, or that are not finite"
-            raise RunError(what, where=str(adapter), fix=fix)
-    return whole, is_untied
+            raise RunError(what, where=where, fix=fix)
 
 
 def attach_for_merging(base: Any, adapter: Path) -> Any:

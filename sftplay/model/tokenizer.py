@@ -75,8 +75,7 @@ def load_extended(cfg: RunConfig) -> tuple[Any, list[NewToken]]:
 
 def set_end_tokens(config: GenerationConfig, tokenizer: Any) -> None:
     """Add the chat template's end tokens to those at which generation with plain transformers stops."""
-    shipped = config.eos_token_id if config.eos_token_id is not None else []
-    ends = {*end_token_ids(tokenizer), *([shipped] if isinstance(shipped, int) else shipped)}
+    ends = {*end_token_ids(tokenizer), *shipped_end_ids(config)}
     config.eos_token_id = min(ends) if len(ends) == 1 else sorted(ends)
     config.pad_token_id = tokenizer.pad_token_id
     sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
@@ -84,6 +83,12 @@ def set_end_tokens(config: GenerationConfig, tokenizer: Any) -> None:
         # Several shipped configs name a temperature without sampling; transformers reads that and refuses to write it.
         for key in sampling:
             setattr(config, key, None)
+
+
+def shipped_end_ids(config: GenerationConfig) -> list[int]:
+    """Return the tokens at which generation stops by a model's own config; one of them may be 0."""
+    ends = config.eos_token_id
+    return [ends] if isinstance(ends, int) else list(ends or [])
 
 
 def end_token_ids(tokenizer: Any) -> list[int]:

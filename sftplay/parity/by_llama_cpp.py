@@ -86,9 +86,8 @@ def ask_llama_cpp(file: Path, job: Mapping[str, Any], *, deadline_s: float | Non
                 raise RunError(what, where=str(file), fix="try a machine with idle cores") from None
         if code != 0 or not replied.is_file():
             lines = [line for line in output_file.read_text(errors="replace").splitlines() if line.strip()]
-            said = next(
-                (line for line in lines if "error" in line.lower() or "failed" in line.lower()), lines[-1:] or ""
-            )
+            errors = (line for line in lines if "error" in line.lower() or "failed" in line.lower())
+            said = next(errors, lines[-1] if lines else "")
             what = f"llama.cpp ended with {code}: {said}"
             raise RunError(what, where=str(file), fix="see whether the file is whole; report the message")
         reply: dict[str, Any] = json.loads(replied.read_text(encoding="utf-8"))

@@ -18,6 +18,7 @@ from sftplay import log
 from sftplay.errors import RunError
 from sftplay.model.hub import first_line
 from sftplay.model.source import ADAPTER_CONFIG
+from sftplay.model.tokenizer import shipped_end_ids
 from sftplay.parity.engine import Answer, EngineReply, Question
 from sftplay.parity.questions import encode
 
@@ -68,15 +69,14 @@ def open_served(folder: Path, *, trusts_code: bool) -> tuple[Any, Any]:
 def _answer(model: Any, tokenizer: Any, question: Question, *, max_new_tokens: int, end_ids: Sequence[int]) -> Answer:
     ids = encode(tokenizer, question)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    known = inner.generation_config.eos_token_id
-    ends = {*([known] if isinstance(known, int) else known or []), *end_ids}
+    known = shipped_end_ids(inner.generation_config)
     # Nothing else of the folder's own settings, such as a repetition penalty, belongs to a greedy answer.
-    inner.generation_config = GenerationConfig(eos_token_id=known)
+    inner.generation_config = GenerationConfig(eos_token_id=known or None)
     out = inner.generate(
         input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
         generation_config=GenerationConfig(
-            do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, output_logits=True,
-            return_dict_in_generate=True, pad_token_id=tokenizer.pad_token_id,
+            do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted({*known, *end_ids}) or None,
+            output_logits=True, return_dict_in_generate=True, pad_token_id=tokenizer.pad_token_id,
         ),
     )  # fmt: skip
     answer = out.sequences[0, len(ids) :].tolist()

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
 from sftplay import log
+from sftplay.atomic import read_object
 from sftplay.errors import RunError
-from sftplay.export.server import START_S, STOP_S, build_server
+from sftplay.export.server import START_S, build_server, server_process
 from sftplay.launch.command import Launch
 from sftplay.launch.generation_server import answers
 from sftplay.machine.ports import HOST, free_port
 from sftplay.model.tokenizer import set_end_tokens
 from sftplay.parity.client import Server, call
 from sftplay.parity.engine import EngineReply, Question
-from sftplay.signals import popen_tied
 
 NAME = "parity"
 
@@ -42,6 +39,9 @@ def answer_all(
         RunError: the server ends before it answers.
     """
     longest = max(len(question.prompt_ids) for question in questions) + max_new_tokens + 16
+    config = read_object(folder / "config.json")
+    context = (config.get("text_config") or config).get("max_position_embeddings")
+    longest = min(longest, context or longest)  # vLLM refuses to read more than the model
     with tempfile.TemporaryDirectory(prefix="sftplay-parity-") as scratch:
         generation = None
         if adapter is not None:
@@ -68,10 +68,8 @@ def answer_all(
 @contextmanager
 def started(launch: Launch, port: int, *, cwd: Path, log_file: Path, tag: str = "parity") -> Iterator[None]:
     """Run a server until the block ends; its lines go to `log_file`. Raise RunError where it ends by itself before."""
-    log_file.parent.mkdir(parents=True, exist_ok=True)
     log.say(f"starting vLLM, which takes a minute; its own lines go to {log_file}", tag)
-    with log_file.open("wb") as handle:
-        process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
+    with server_process(launch, cwd=cwd, log_file=log_file) as process:
         try:
             deadline = time.monotonic() + START_S
             while not answers(port, within_s=1.0):
@@ -86,8 +84,3 @@ def started(launch: Launch, port: int, *, cwd: Path, log_file: Path, tag: str = 
             raise RunError(what, where=str(log_file), fix=error.fix) from error
         finally:
             process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
-            with suppress(ProcessLookupError):  # vLLM's engine and workers are in its session
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from sftplay.atomic import read_object
 from sftplay.config.run import RunConfig
 from sftplay.data.render.templates import template_hash
+from sftplay.export.adapter_names import WEIGHTS
 from sftplay.export.merge import RECORD
 from sftplay.launch.checkpoints import is_marked, list_checkpoints
 from sftplay.launch.run_folder import RunFolder
@@ -27,8 +28,6 @@ from sftplay.parity.compare import first_difference
 from sftplay.parity.engine import Question
 from sftplay.parity.questions import encode
 from sftplay.parity.tensors import find_dtypes
-
-WEIGHTS = "adapter_model.safetensors"
 
 PROBES = (
     "Hello, world!", "  two spaces,\ttab\n\nnewlines  ", "1234567890 3.14 10,000 0x1F", "don't I'll they've WE'RE",

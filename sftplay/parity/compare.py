@@ -50,6 +50,10 @@ class Comparison:
     mean_logprob_diff: float | None
     first: FirstDifference | None
 
+    def differs(self, bound: float) -> bool:
+        """Return whether the engine says something that the trained model would not."""
+        return self.first is not None or (self.max_logprob_diff or 0.0) > bound
+
 
 def compare(
     questions: Sequence[Question], reply: EngineReply, *, expected: Sequence[Sequence[int]], texts: Sequence[str],

@@ -16,6 +16,7 @@ from sftplay import log
 from sftplay.errors import RunError
 from sftplay.export.gguf.families import find_context
 from sftplay.parity.by_llama_cpp import Logprobs, answer_all, score_positions, tokenize_all
+from sftplay.parity.compare import first_difference
 from sftplay.parity.engine import Question
 from sftplay.parity.texts import make_texts
 
@@ -122,9 +123,7 @@ def check_tokens(file: Path, tokenizer: Any, own_texts: Sequence[str], *, approx
         text = run_texts[wrong_own[0]] if wrong_own else normalized[wrong[0]]
         engine_ids = found[2 * len(texts) + wrong_own[0]] if wrong_own else found[len(texts) + wrong[0]]
         model_ids = tokenizer(text, add_special_tokens=False).input_ids
-        place = next(
-            (at for at, (a, b) in enumerate(zip(engine_ids, model_ids)) if a != b), min(len(engine_ids), len(model_ids))
-        )
+        place = first_difference(engine_ids, model_ids)
         what = (
             f"llama.cpp reads {len(wrong)} of {len(texts):,} texts and {len(wrong_own)} of {len(run_texts)} of its run "
             f"as other tokens: at token {place} of {text[:80]!r} it has "
@@ -218,4 +217,4 @@ def divergence(reference: torch.Tensor, found: Mapping[int, float] | Logprobs) -
         rest = max(0.0, 1.0 - float(expected.exp().sum()))
         missing = max(1e-12, 1.0 - float(scores.exp().sum()))
         total += rest * math.log(rest / missing) if rest > 1e-9 else 0.0
-    return max(0.0, total)
+    return max(total, 0.0)  # in this order a NaN stays one

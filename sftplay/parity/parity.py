@@ -18,7 +18,7 @@ from sftplay import __version__, log
 from sftplay.atomic import read_object
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
-from sftplay.export.adapter_names import find_mounted, rename_for_vllm, served_class
+from sftplay.export.adapter_names import WEIGHTS, find_mounted, rename_for_vllm, served_class
 from sftplay.export.merge import RECORD, adapter_digest, find_adapter, find_base, find_base_file, load_unquantised
 from sftplay.export.serve import base_folder
 from sftplay.export.vllm_command import find_lora_rank
@@ -65,19 +65,8 @@ class Request:
     has_gpu: bool = False
 
 
-def check_parity(cfg: RunConfig, folder: RunFolder, renderer: Any, request: Request) -> dict[str, Any]:
-    """Ask engine and trained model, compare, write parity.json, and return the result.
-
-    Raises:
-        ConfigError: there is nothing to hold against the run.
-        MachineError: the engine is not installed, or the base cannot be read.
-        DataError: no row can be asked.
-    """
-    return ParityCheck(cfg, folder, renderer, request).run()
-
-
 class ParityCheck:
-    """One comparison of an engine with a run."""
+    """One comparison of an engine with a run. Raise ConfigError where there is nothing to hold against the run."""
 
     def __init__(self, cfg: RunConfig, folder: RunFolder, renderer: Any, request: Request) -> None:
         self.cfg, self.folder, self.renderer, self.request = cfg, folder, renderer, request
@@ -88,7 +77,12 @@ class ParityCheck:
         self.reference = Reference(cfg, folder, tokenizer=self.tokenizer, end_ids=renderer.end_token_ids)
 
     def run(self) -> dict[str, Any]:
-        """Ask, compare, and keep the result."""
+        """Ask engine and trained model, compare, write parity.json, and return the result.
+
+        Raises:
+            MachineError: the engine is not installed, or the base cannot be read.
+            DataError: no row can be asked.
+        """
         context = self._base_config.get_text_config()
         limit = getattr(context, "max_position_embeddings", None)
         room = limit - self.request.max_new_tokens - 1 if isinstance(limit, int) and limit > 0 else None
@@ -102,17 +96,13 @@ class ParityCheck:
         try:
             reply, fresh = self._ask(questions)
         except RunError as error:
-            reply, fresh = None, None
             refused = f"{error.where}: {error.what}" if error.where else error.what
-        if reply is None:
-            comparison = Comparison(len(questions), 0, 0, 0, None, None, None)
-            result = self._describe(self.request.engine, origin, comparison) | {
-                "bound": None,
-                "adapter_changes_answers": None,
-            }
-            faults = self._find_faults(questions, dtype_faults=self._read_dtype()[1], is_equal=False)
-            return self._finish(result, [*faults, f"the engine does not answer: {refused}"])
-        return self._judge(questions, origin, reply, fresh)
+        else:
+            return self._judge(questions, origin, reply, fresh)
+        result = self._describe(self.request.engine, origin, Comparison(len(questions), 0, 0, 0, None, None, None))
+        result |= {"bound": None, "adapter_changes_answers": None}
+        faults = self._find_faults(questions, dtype_faults=self._read_dtype()[1], is_equal=False)
+        return self._finish(result, [*faults, f"the engine does not answer: {refused}"])
 
     def _judge(
         self, questions: Sequence[Question], origin: str, reply: EngineReply, fresh: EngineReply | None
@@ -122,17 +112,21 @@ class ParityCheck:
         if reply.dtype is None and stored is None:
             precision = self._base_dtype or "bfloat16"
         bound = BOUNDS.get(precision, LOOSEST)
-        found, changes, why = self._compare(questions, reply, bound)
+        expected = self.reference.answer([question.prompt_ids for question in questions], self.request.max_new_tokens)
+        found, changes, why = self._compare(questions, reply, expected, bound)
         faults = []
-        if fresh is not None and (stale := self._explain_stale(questions, reply, fresh, found, bound)):
-            faults.append(stale)
+        if fresh is not None and found.differs(bound) and (parted := _count_parted(reply, fresh, bound)):
+            again, _, _ = self._compare(questions, fresh, expected, bound)
+            so = "answers otherwise" if again.differs(bound) else "gives the run's answers"
+            what = "stale prefix cache: the server answers from keys and values of an earlier adapter or base"
+            rows = f"{parted} of {len(questions)} rows; with a cache salt it {so}"
+            faults.append(f"{what} ({rows}); restart it, or load the adapter under a new name")
         if changes is None:
             self.notes.append(f"whether the adapter changes answers cannot be told: {why}")
-        is_equal = not (faults or found.first or (found.max_logprob_diff or 0.0) > bound or changes is False)
+        is_equal = not (faults or found.differs(bound) or changes is False)
         faults += self._find_faults(questions, dtype_faults=dtype_faults, is_equal=is_equal)
-        faults += causes.explain_template(self.tokenizer.chat_template, reply.template) if reply.template and not any(
-            "chat template differs" in fault for fault in faults
-        ) else []  # fmt: skip
+        if reply.template and not any("chat template differs" in fault for fault in faults):
+            faults += causes.explain_template(self.tokenizer.chat_template, reply.template)
         if not is_equal and not faults:
             faults.append(self._guess(found, changes, bound))
         elif changes is False:
@@ -143,18 +137,19 @@ class ParityCheck:
         return self._finish(result, faults)
 
     def _compare(
-        self, questions: Sequence[Question], reply: EngineReply, bound: float
+        self, questions: Sequence[Question], reply: EngineReply, expected: Sequence[Sequence[int]], bound: float
     ) -> tuple[Comparison, bool | None, str]:
-        """Compare the answers with the trained model's and with its base's."""
-        tokens, expected = self.request.max_new_tokens, self._expected(questions)
-        pairs = self._pairs(questions, reply)
+        """Compare the answers with the trained model's, which are `expected`, and with its base's."""
+        pairs = [
+            (answer.prompt_ids or question.prompt_ids, answer.answer_ids)
+            for question, answer in zip(questions, reply.answers, strict=True)
+        ]
         alone = [(question.prompt_ids, answer) for question, answer in zip(questions, expected, strict=True)]
-        ends = self.reference.all_end_ids
         of_run, run_alone = self.reference.score(pairs), self.reference.score(alone)
         texts = [self.tokenizer.decode(answer, skip_special_tokens=True) for answer in expected]
         found = compare(
-            questions, reply, expected=expected, texts=texts, scores=of_run, bound=bound, end_ids=ends,
-            max_new_tokens=tokens,
+            questions, reply, expected=expected, texts=texts, scores=of_run, bound=bound,
+            end_ids=self.reference.all_end_ids, max_new_tokens=self.request.max_new_tokens,
         )  # fmt: skip
         of_base = self.reference.score_base([*pairs, *alone])
         if of_base is None:
@@ -164,39 +159,6 @@ class ParityCheck:
             base_alone=of_base[len(pairs) :], bound=bound, is_same=found.same_answer_ids == found.n,
         )  # fmt: skip
         return found, changes, why
-
-    def _expected(self, questions: Sequence[Question]) -> list[list[int]]:
-        if not hasattr(self, "_answers"):
-            prompts = [question.prompt_ids for question in questions]
-            self._answers = self.reference.answer(prompts, self.request.max_new_tokens)
-        return self._answers
-
-    def _pairs(self, questions: Sequence[Question], reply: EngineReply) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """The prompts and answers of the engine, which the trained model is to score."""
-        return [
-            (answer.prompt_ids or question.prompt_ids, answer.answer_ids)
-            for question, answer in zip(questions, reply.answers, strict=True)
-        ]
-
-    def _explain_stale(
-        self, questions: Sequence[Question], reply: EngineReply, fresh: EngineReply, found: Comparison, bound: float
-    ) -> str:
-        """Say that the server answers otherwise where its prefix cache cannot help: it keeps an earlier adapter's."""
-        parted = [
-            n
-            for n, (a, b) in enumerate(zip(reply.answers, fresh.answers, strict=True))
-            if list(a.answer_ids) != list(b.answer_ids)
-            or any(abs(x - y) > bound for x, y in zip(a.logprobs, b.logprobs))
-        ]
-        if not parted or not (found.first or (found.max_logprob_diff or 0.0) > bound):
-            return ""
-        again, _, _ = self._compare(questions, fresh, bound)
-        better = again.first is None and (again.max_logprob_diff or 0.0) <= bound
-        text = "stale prefix cache: the server answers from keys and values of an earlier adapter or base"
-        so = "with a cache salt it gives the run's answers" if better else "with a cache salt it answers otherwise"
-        return (
-            f"{text} ({len(parted)} of {len(questions)} rows; {so}); restart it, or load the adapter under a new name"
-        )
 
     # what is served
 
@@ -211,11 +173,7 @@ class ParityCheck:
             against = "gguf" if request.engine == "llama.cpp" else "merged" if has_merged else "adapter"
             if request.served:
                 against = _guess_kind(request.served)
-        if (against == "gguf") != (request.engine == "llama.cpp"):
-            what = f"{request.engine} does not serve {'a GGUF file' if against == 'gguf' else 'a folder of weights'}"
-            raise ConfigError(
-                what, where="--against", fix="llama.cpp goes with gguf, the others with merged or adapter"
-            )
+        _check_kind(request.engine, against)
         if request.served:
             if not request.served.exists():
                 raise ConfigError("is not there", where=str(request.served), fix="name what is served: SERVED=")
@@ -240,14 +198,16 @@ class ParityCheck:
         if request.engine == "llama.cpp":
             fix = "leave it out: the file is opened here"
             raise ConfigError("llama.cpp is not asked over the network", where="--url", fix=fix)
+        if request.against:
+            _check_kind(request.engine, request.against)
         self.server, model = find_server(request.url, request.name, likely=self.folder.path.resolve().name)
         against: Against = request.against or ("adapter" if model.get("parent") else "merged")
         root = str(request.served or model.get("root") or "")
         if Path(root).is_absolute() or request.served:
             served = Path(root)
         else:  # the server names no folder: the run's own is likely
-            kinds = {"adapter": "adapter", "merged": "model" if (self.folder.path / "model").is_dir() else "merged"}
-            served = self.folder.path / kinds.get(against, "merged")
+            whole = "model" if (self.folder.path / "model").is_dir() else "merged"
+            served = self.folder.path / ("adapter" if against == "adapter" else whole)
         known = served if any((served / name).is_file() for name in ("config.json", ADAPTER_CONFIG)) else None
         if known is None:
             self.notes.append("what the server serves does not lie on this machine: its files were not looked at")
@@ -514,6 +474,20 @@ class _LazyBase(Mapping[str, Load]):
         return len(self._weights)
 
 
+def _count_parted(reply: EngineReply, fresh: EngineReply, bound: float) -> int:
+    """Return in how many rows a server answers otherwise where its prefix cache cannot help."""
+    return sum(
+        list(a.answer_ids) != list(b.answer_ids) or any(abs(x - y) > bound for x, y in zip(a.logprobs, b.logprobs))
+        for a, b in zip(reply.answers, fresh.answers, strict=True)
+    )
+
+
+def _check_kind(engine: Engine, against: Against) -> None:
+    if (against == "gguf") != (engine == "llama.cpp"):
+        what = f"{engine} does not serve {'a GGUF file' if against == 'gguf' else 'a folder of weights'}"
+        raise ConfigError(what, where="--against", fix="llama.cpp goes with gguf, the others with merged or adapter")
+
+
 def _guess_kind(path: Path) -> Against:
     if path.suffix == ".gguf":
         return "gguf"
@@ -522,7 +496,7 @@ def _guess_kind(path: Path) -> Against:
 
 def read_keys(adapter: Path) -> list[str]:
     """Return the names in an adapter's weights; none where they cannot be read."""
-    with suppress(OSError, SafetensorError), safe_open(adapter / causes.WEIGHTS, framework="pt") as file:
+    with suppress(OSError, SafetensorError), safe_open(adapter / WEIGHTS, framework="pt") as file:
         return list(file.keys())
     return []
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
-from sftplay.export.merge import load_unquantised, size_bytes
+from sftplay.export.export import load_whole
+from sftplay.export.merge import load_unquantised, move_to_gpu
+from sftplay.export.merge_check import merge_by_peft
 from sftplay.generate.generate import Generator
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import attach_for_merging
@@ -56,12 +57,9 @@ class Reference:
                     warnings.filterwarnings("ignore", message=".*missing adapter keys.*")
                     self._model = attach_for_merging(base, self.folder.path / "adapter")
             else:
-                self._model = AutoModelForCausalLM.from_pretrained(
-                    self.folder.path / "model", dtype=torch.float32,
-                    trust_remote_code=self.cfg.model.trust_remote_code,
-                )  # fmt: skip
+                self._model, _ = load_whole(self.cfg, self.folder, dtype="fp32")
             self._model.eval()
-            _to_gpu(self._model)
+            move_to_gpu(self._model)
         return self._model
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
@@ -101,10 +99,7 @@ class Reference:
         """Return the whole model, adapter merged in fp32; after that only this can be asked for."""
         if not self.has_adapter:
             return self.model
-        whole = self.model.cpu()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*(tied|tie_word_embeddings).*")
-            self._model = whole.merge_and_unload()
+        self._model = merge_by_peft(self.model.cpu())
         self.has_adapter = False
         return self._model
 
@@ -136,8 +131,3 @@ def score_pairs(
             )
         )  # fmt: skip
     return found
-
-
-def _to_gpu(model: nn.Module) -> None:
-    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 1.3 * size_bytes(model):
-        model.to("cuda")

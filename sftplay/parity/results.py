@@ -26,11 +26,15 @@ def keep_result(folder: RunFolder, result: Mapping[str, Any]) -> None:
 
 
 def find_gguf_files(folder: RunFolder) -> list[Path]:
-    """Return the GGUF files in the run's folder, and those that it was held against elsewhere."""
+    """Return the GGUF files in the run's folder, and those that it was held against elsewhere.
+
+    An export that is being written, or was killed, lies in a hidden folder.
+    """
     kept = read_object(folder.path / NAME).get("results")
     results = [one for one in kept.values() if isinstance(one, dict)] if isinstance(kept, dict) else []
     named = [Path(str(one.get("served"))) for one in results if one.get("against") == "gguf"]
-    found = {file.resolve(): file for file in [*named, *folder.path.rglob("*.gguf")] if file.is_file()}
+    here = [file for file in folder.path.rglob("*.gguf") if "/." not in f"/{file.relative_to(folder.path)}"]
+    found = {file.resolve(): file for file in [*named, *here] if file.is_file()}
     return sorted(found.values())
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from sftplay.atomic import locked
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.launch.checkpoints import newest_complete, read_step
@@ -22,13 +23,17 @@ NOT_NEEDED = ("optimizer", "scheduler", "rng_state", "random_states", "drawing-"
 def checkpoint_as_run(cfg: RunConfig, folder: RunFolder) -> Iterator[tuple[RunFolder, Path]]:
     """Yield a folder that looks as if the run had ended with its newest complete checkpoint, and that checkpoint.
 
-    The files are linked, not copied: the run may remove the checkpoint meanwhile. Nothing of the run is written.
+    The files are linked, not copied: the run may remove the checkpoint meanwhile. Nothing of the run is written. What a
+    killed process has left is removed: its links keep a checkpoint's room on the disk.
 
     Raises:
         ConfigError: there is no complete checkpoint yet.
         RunError: the checkpoint holds its weights in parts of ranks, or was removed before it could be linked.
     """
-    with tempfile.TemporaryDirectory(prefix=".parity-", dir=folder.path) as place:
+    for left in folder.path.glob(".parity-*"):
+        with suppress(OSError), locked(left, waits=False):
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=".parity-", dir=folder.path) as place, locked(Path(place)):
         view = RunFolder(Path(place))
         for path in folder.path.iterdir():
             if not path.name.startswith(".parity-"):

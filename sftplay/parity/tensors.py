@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sftplay.export.merge_check import UNITS, WEIGHT_NOISE
+from sftplay.export.merge_check import UNITS, is_rounded_once
 
 NARROWER = (torch.bfloat16, torch.float16)
 
@@ -53,9 +53,7 @@ def _is_equal(tensors: Tensors, name: str) -> bool:
     if tensors.error is not None:
         distance = (found.float() - wanted).square().mean().sqrt()
         return bool(distance <= tensors.error * wanted.square().mean().sqrt() + 1e-12)
-    limit = UNITS.get(found.dtype, 0.0) * wanted.abs() + WEIGHT_NOISE * wanted.abs().max()
-    # Written so that a NaN counts as altered.
-    return bool(((found.float() - wanted).abs() <= limit).all())
+    return is_rounded_once(found, wanted)
 
 
 def _explain(tensors: Tensors, altered: list[str]) -> str:

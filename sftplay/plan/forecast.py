@@ -274,9 +274,11 @@ def with_loading(seen: Forecast, *, share: DeviceShare) -> Forecast:
 class RowLengths:
     """Lengths of the rows to train on, in tokens, after the long ones are cut."""
 
-    longest: int
+    longest: int  # of pairs: the prompt with one answer
     mean: float
     count: int
+    joined: int | None = None  # of pairs: the prompt with both answers, at most
+    labels: int | None = None  # of pairs: the labels of both answers, at most
 
 
 def planned_tokens(cfg: RunConfig, lengths: RowLengths | None) -> int:

@@ -5,11 +5,11 @@ Each function follows the modules of transformers 5.23, `models/<family>/modelin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from sftplay.plan.config_json import AS_PUBLISHED, ConfigJson, quote_value
-from sftplay.plan.shape import DeltaRule, Linear, ModelShape, Routed
+from sftplay.plan.shape import DeltaRule, Linear, ModelShape, Routed, shortest_repeat
 
 FULL, NEAR, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 OF_MIXTURES = "a mixture of experts"
@@ -37,13 +37,8 @@ def layered_shape(text: ConfigJson, base: ModelShape) -> ModelShape:
         most, layers=base.layers, starts_at=0, other_params=other, unmodelled=unmodelled,
         parts=parts if len(parts) > 1 else (),
         experts=max(kind.experts for kind in parts), state_leaks=any(kind.mixer for kind in parts),
-        sliding_window=base.sliding_window, layer_pattern=_pattern(made), linears_outside=outside,
+        sliding_window=base.sliding_window, layer_pattern=shortest_repeat(made), linears_outside=outside,
     )  # fmt: skip
-
-
-def _pattern(made: Sequence[ModelShape]) -> int:
-    """The shortest stretch of layers that repeats itself to the end."""
-    return next(n for n in range(1, len(made) + 1) if all(made[i] == made[i - n] for i in range(n, len(made))))
 
 
 def _kinds(text: ConfigJson, *, usual: Callable[[int], str]) -> list[str]:

@@ -192,7 +192,8 @@ def _layer_phase(
         is_rounded = setup.has_autocast and setup.weight_bytes != setup.compute_bytes
         is_view = setup.head == "standard" and not is_rounded
         matrix = shape.vocab * shape.hidden * setup.trained_bytes
-        embedding += matrix * (shape.tied * (1 + is_view) + size.accumulates)
+        is_tied = shape.tied and setup.head != "score"  # a new head is not the embedding
+        embedding += matrix * (is_tied * (1 + is_view) + size.accumulates)
     else:
         embedding += copied_end(shape, setup)
     end = communication.buffers + communication.gathered

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -104,6 +104,11 @@ class ModelShape:
         """Weights of the layers that a token is multiplied with: those of linears and of the experts it takes."""
         routed = sum(k.layers * k.routed.params * k.routed.chosen // k.experts for k in self.kinds if k.routed)
         return self.linear_params + routed
+
+
+def shortest_repeat(kinds: Sequence[object]) -> int:
+    """Return the length of the shortest stretch that repeats itself to the end."""
+    return next(n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds))))
 
 
 Flag = bool | str  # true, False, or the config.json key that decides

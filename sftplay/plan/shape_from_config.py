@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from sftplay.plan.config_json import AS_PUBLISHED, LARGEST, MIXTURES, ConfigJson, open_config, quote_value
-from sftplay.plan.shape import Linear, ModelShape
+from sftplay.plan.shape import Linear, ModelShape, shortest_repeat
 
 LAYERED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "glm4_moe", "gpt_oss"})
 """Families whose layers are of several kinds, or have experts whose memory is counted (`plan/layered_shape.py`)."""
@@ -167,10 +167,10 @@ def _count_outside(text: ConfigJson, hidden: int, *, vocab: int, tied: bool) -> 
 
 
 def _pattern(text: ConfigJson) -> int:
-    """The shortest stretch of layers that repeats itself to the end."""
+    """After how many layers their kinds repeat."""
     kinds = text.raw("layer_types")
     if isinstance(kinds, list) and 0 < len(kinds) <= LARGEST["layers"]:
-        return next(n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds))))
+        return shortest_repeat(kinds)
     return text.optional("pattern") or text.family.pattern
 
 

@@ -202,7 +202,7 @@ def size_run(
     rest = decide_numerics(decided, machine, shape=shape) | task.decide_more(decided, machine)
     decided = fill_open(decided, rest)
     vocab_size = shape.vocab if shape else vocab_size
-    routes = shape is not None and shape.adds_router_loss and find_sizing(cfg).fixed_head(cfg) is None
+    routes = shape is not None and shape.adds_router_loss and task.fixed_head(cfg) is None
     rest[LOSS_HEAD] = (
         Decision("standard", "config.json has the router add a loss (output_router_logits), which chunks leave out")
         if routes

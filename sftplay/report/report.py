@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -296,7 +297,7 @@ def _tiles(run: RunFiles) -> list[Tile]:
         share = f"{f'{percent:.2g}' if percent < 99.5 else '100'} % of {format_count(whole)}"
         tiles.append(("Weights that train", format_count(trained), share))
     if machine := mapping(run.manifest.get("machine")):
-        gpus = [str(gpu.get("name")) for gpu in mappings(machine.get("gpus"))]
-        name = f"{len(gpus)} × {gpus[0]}" if gpus else f"CPU, {machine.get('cores', '?')} cores"
+        gpus = Counter(str(gpu.get("name")) for gpu in mappings(machine.get("gpus")))
+        name = ", ".join(f"{n} × {kind}" for kind, n in gpus.items()) or f"CPU, {machine.get('cores', '?')} cores"
         tiles.append(("Hardware", name[:60], f"{run.plan.get('world_size', 1)} process(es)"[:60]))
     return tiles

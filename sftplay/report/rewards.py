@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -51,12 +51,17 @@ def learned_table(run: RunFiles) -> Table | None:
         figures.append((name, key, points[:1], points[-1:]))
     rows = []
     for name, key, *sides in figures:
-        finite = [[float(v) for v in side if v is not None and math.isfinite(v)] for side in sides]
-        first, last = (mean(side) if side else None for side in finite)
+        first, last = map(_mean_known, sides)
         if first is not None or last is not None:
             rows.append([name, *compare(key, first, after=last)])
     caption = f"Sampled: means of the first {FIRST} and the last {LAST} logged steps. Held-out: first and last"
     return Table(head=["Figure", "First", "Last", "Change"], rows=rows, kinds=" nnv", caption=f"{caption} measurement")
+
+
+def _mean_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the finite values; None where there is none."""
+    known = [float(value) for value in values if value is not None and math.isfinite(value)]
+    return mean(known) if known else None
 
 
 MOST_ROWS = 12
@@ -71,12 +76,8 @@ def list_turns(run: RunFiles) -> list[Block]:
     rows = []
     names = ("turns", "tool_calls", "tool_failures", "environment_tokens")
     for key in (*names, *(name for name in values if name.startswith("ended/"))):
-        course: Sequence[float | None] = values.get(key, [])
-        sides = [
-            [float(value) for value in side if value is not None and math.isfinite(value)]
-            for side in (course[:FIRST], course[-LAST:])
-        ]
-        first, last = (mean(side) if side else None for side in sides)
+        course = values.get(key, ())
+        first, last = _mean_known(course[:FIRST]), _mean_known(course[-LAST:])
         if first or last:
             rows.append([capitalized(find_name(key)), *compare(key, first, after=last)])
     caption = f"Means over completions, of the first {FIRST} and the last {LAST} logged steps"
@@ -96,9 +97,8 @@ def _list_by_turns(run: RunFiles) -> list[Block]:
     total, rows = sum(map(len, groups.values())), []
     for count, lines in sorted(groups.items())[:MOST_ROWS]:
         called = [sum(turn.get("role") == "tool" for turn in mappings(line.get("turns"))) for line in lines]
-        right = [float(value) for line in lines if (value := passes(line, content)) is not None]
-        known = [advantage for line in lines if math.isfinite(advantage := _read_advantage(line))]
-        means = [mean(list(map(float, called))), mean(right) if right else None, mean(known) if known else None]
+        right, advantages = [passes(line, content) for line in lines], map(_read_advantage, lines)
+        means = map(_mean_known, (called, right, advantages))
         shown = [format_figure(key, value) for key, value in zip(("calls", "pass", "advantage"), means, strict=True)]
         rows.append([f"{count:,}", format_figure("turns_share", len(lines) / total), *shown])
     if not rows:

@@ -15,7 +15,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import DataError, RunError
 from sftplay.reward.code_rewards import CodeTests
 from sftplay.reward.reward_set import RewardSet, RewardWorker
-from sftplay.reward.table import RewardValues, judges_form, missing_column
+from sftplay.reward.table import ENVIRONMENT_REWARD, RewardValues, judges_form, missing_column
 from sftplay.reward.text_rewards import in_form
 
 NOISE = "lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt"
@@ -178,12 +178,10 @@ def check_rewards(
     """Try each reward of the config on the columns that all cases have; `single_turns` stand in, by name, for those
     that an environment gives. Raise DataError where a reward reads a column that the cases do not have.
     """
-    shared, calls = (
-        set.intersection(*(set(case.columns) for case in cases)),
-        {**rewards.workers, **(single_turns or {})},
-    )
+    shared, given = set.intersection(*(set(case.columns) for case in cases)), single_turns or {}
+    calls = {**rewards.workers, **given}
     for number, reward in enumerate(cfg.rewards):
-        if reward.name in (single_turns or {}):
+        if reward.name in given:
             continue
         if missing := missing_column(reward, shared):
             what = f"the reward {reward.name} reads the column {missing}, which not every row has"
@@ -214,7 +212,12 @@ def check_before_training(
     only said, since the rows' own answers need not have that form. Raise RunError where a reward cannot tell right
     answers from junk; DataError where one reads a column that the rows do not have.
     """
-    placed = islice(zip(rows, chain(places, repeat(""))), TRIED_ROWS)
+    placed = list(islice(zip(rows, chain(places, repeat(""))), TRIED_ROWS))
+    known = {ENVIRONMENT_REWARD}.union(*(row for row, _ in placed))  # a run's environment gives the first
+    for reward in cfg.rewards if placed else ():
+        if missing := missing_column(reward, known):
+            what = f"the reward {reward.name} reads the column {missing}, which no row has"
+            raise DataError(what, where=cfg.rows_path, fix=f"add the column, or remove the reward {reward.name}")
     answered = [(row, where) for row, where in placed if isinstance(row.get("answer"), str) and row["answer"].strip()]
     cases = [Case(row["answer"], row, where) for row, where in answered]
     if len({case.gold for case in cases}) < 2:

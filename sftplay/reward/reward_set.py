@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import traceback
 from collections import deque
@@ -22,9 +23,9 @@ from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sftplay.errors import ConfigError, RunError, SftplayError
+from sftplay.errors import ConfigError, RunError, SftplayError, without_secrets
 from sftplay.reward.table import SHIPPED, RewardValues, is_user_function, judges_form, load_function
-from sftplay.signals import STOP_SIGNALS, die_with_parent
+from sftplay.signals import STOP_SIGNALS, adopt_orphans, die_with_parent
 
 if TYPE_CHECKING:  # the process of a reward starts faster without
     from sftplay.config.run import RunConfig
@@ -38,6 +39,12 @@ OPEN_S = 1800.0
 """How long it may take to read a model."""
 
 LONGEST_REASON = 500
+
+PASSED = "SFTPLAY_PASS_"
+"""A variable of the environment that begins so reaches foreign code under the rest of its name, whatever it holds."""
+
+_SECRET = re.compile(r"TOKEN(?![A-Z])|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH(?!OR)|KEY(?![A-Z])", re.IGNORECASE)
+"""Names of variables that foreign code does not get, as little as those that hold what no log shows."""
 
 
 class RewardWorker:
@@ -66,29 +73,13 @@ class RewardWorker:
         return scores
 
     def start(self) -> None:
-        """Start its process, if none runs, without waiting for it.
-
-        The process is a new interpreter: nothing of this one is forked, so CUDA may be in use here. Signals that stop a
-        run do not end it: the run wants the values of the step that it is in.
-        """
+        """Start its process, if none runs, without waiting for it."""
         if self._pipe is not None:
             return
-        context = multiprocessing.get_context("spawn")
-        ours, child_end = context.Pipe()
-        named = {"options": self.options, "parent": os.getpid()}
-        process = context.Process(
-            target=_serve, args=(child_end, self.use), kwargs=named, daemon=True, name=f"reward {self.use}"
-        )
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that until it can ignore them
-        try:
-            process.start()
-            self._process = process
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ours, child_end = multiprocessing.Pipe()
+        self._process, self._at_exit = start_process(self, _serve, child_end, self.use, options=self.options)
         child_end.close()
         self._pipe, self._is_ready = ours, False
-        # At its exit this interpreter sends SIGTERM and waits for what it has started; the process ignores SIGTERM.
-        self._at_exit = Finalize(self, kill_group, args=(process,), exitpriority=0)
 
     def stop(self) -> None:
         """End its process from another thread than the one that may wait for it; no other process follows."""
@@ -153,12 +144,74 @@ class RewardWorker:
         return values
 
 
+def start_process(owner: object, target: Callable[..., None], *given: Any, **named: Any) -> tuple[Any, Finalize]:
+    """Start `target` with these arguments and `parent`, this process's id; return the process, and what ends it with
+    this interpreter unless `owner` cancels it. The target calls `settle_process` first.
+
+    It is a new interpreter: nothing of this one is forked, so CUDA may be in use here. Signals that stop a run do not
+    end it: the run wants the values of the step that it is in.
+    """
+    named["parent"] = os.getpid()
+    process = multiprocessing.get_context("spawn").Process(target=target, args=given, kwargs=named, daemon=True)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that until it can ignore them
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # At its exit this interpreter sends SIGTERM and waits for what it has started; the process ignores SIGTERM.
+    return process, Finalize(owner, kill_group, args=(process,), exitpriority=0)
+
+
+def settle_process(parent: int) -> None:
+    """Make this process one for foreign code: it ends with its parent, and not by the signals that stop a run."""
+    die_with_parent(parent)
+    for number in STOP_SIGNALS:  # the parent decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    os.setpgid(0, 0)
+    os.dup2(2, 1)  # what foreign code prints is no output of the command
+    adopt_orphans()  # so that `kill_group` finds them
+
+
+_forgotten = set[str]()  # names of the secrets that this process got and does not show
+
+
+def forget_secrets() -> None:
+    """Remove the secrets from this process's environment, but for those that are passed on purpose."""
+    found = dict(os.environ)
+    for name, value in found.items():
+        holds_secret = without_secrets(value) != value and not name.lower().endswith("_proxy")
+        if name.startswith(PASSED) or holds_secret or _SECRET.search(name):
+            _forgotten.add(name)
+            del os.environ[name]
+    passed = {name.removeprefix(PASSED): value for name, value in found.items() if name.startswith(PASSED)}
+    os.environ.update(passed)
+    _forgotten.difference_update(passed)
+
+
 def kill_group(process: Any) -> None:
-    """End a reward's process and the processes that it has started, unless they have left its group."""
-    with suppress(OSError):  # it is reaped already: its number may be another's now
+    """End a process and all that it has started: its group, and what is below it in others."""
+    import psutil
+
+    with suppress(OSError, psutil.Error):  # it is reaped already: its number may be another's now
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        started = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)
+        for child in started:
+            with suppress(psutil.Error):
+                child.kill()
     process.kill()
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe what foreign code raised, with the line of its file; lines of the kit's own code say nothing."""
+    said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
+    if missed := [name for name in sorted(_forgotten) if name in said]:
+        said += f" (secrets are not passed on: export {PASSED}{missed[0]} for this function)"
+    frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parents[1])
+    foreign = [frame for frame in frames if not frame.filename.startswith(package)]
+    lines = [frame.lineno for frame in foreign if frame.filename == foreign[0].filename]
+    return f"{said} ({Path(foreign[0].filename).name}:{lines[-1]})" if foreign else said
 
 
 def check_values(answer: Any, n: int) -> RewardValues:
@@ -187,15 +240,12 @@ def check_values(answer: Any, n: int) -> RewardValues:
 
 
 def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) -> None:
-    die_with_parent(parent)
-    for number in STOP_SIGNALS:  # the parent decides when to stop
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    os.setpgid(0, 0)
-    os.dup2(2, 1)  # what the function prints is no output of the command
+    settle_process(parent)
     pid = os.getpid()
     with suppress(EOFError, OSError):  # the parent has left
         try:
+            if not (use in SHIPPED and SHIPPED[use].is_opened):  # a model may come from the hub
+                forget_secrets()
             function: Any = load_function(use) if is_user_function(use) else SHIPPED[use].load()
             if use in SHIPPED and SHIPPED[use].is_opened:
                 function, options = function(**options), {}
@@ -217,13 +267,7 @@ def _answer(function: Callable[..., Any], given: dict[str, Any]) -> RewardValues
     except SftplayError as error:
         return RewardValues([None] * n, [str(error)[:LONGEST_REASON]])
     except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
-        said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
-        # With the line of the user's file; lines of the kit's own code say nothing.
-        frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parents[1])
-        foreign = [frame for frame in frames if not frame.filename.startswith(package)]
-        lines = [frame.lineno for frame in foreign if frame.filename == foreign[0].filename]
-        place = f" ({Path(foreign[0].filename).name}:{lines[-1]})" if frames[-1] in foreign and lines else ""
-        return RewardValues([None] * n, [f"{said}{place}"])
+        return RewardValues([None] * n, [describe_error(error)])
     return answer if isinstance(answer, RewardValues) else check_values(answer, n)
 
 
@@ -264,10 +308,9 @@ class RewardSet:
     new programs and no copies of this process, so it may use CUDA already.
     """
 
-    def __init__(self, cfg: RunConfig, *, rank_processes: int | None = None) -> None:
-        """`rank_processes`: how many processes of the run share this machine's cores; None: what the launcher says.
-
-        Raise ConfigError where a reward cannot be loaded, MachineError where nothing can box one that runs programs.
+    def __init__(self, cfg: RunConfig) -> None:
+        """Raise ConfigError where a reward cannot be loaded, MachineError where nothing can box one that runs
+        programs.
         """
         self.names = tuple(reward.name for reward in cfg.rewards)
         self.weights = tuple(reward.weight for reward in cfg.rewards)
@@ -289,7 +332,7 @@ class RewardSet:
                     box = cfg.sandbox
                     with _naming(cfg, "sandbox.packages"):
                         self.sandbox = self.sandbox or Sandbox(
-                            box.executor, workers=count_workers(rank_processes), packages=box.packages
+                            box.executor, workers=count_workers(), packages=box.packages
                         )
                     self.workers[reward.name] = CodeTests(
                         reward.options, sandbox=self.sandbox, limits=read_limits(box), deadline_s=reward.deadline
@@ -417,6 +460,8 @@ class MissingRewardMonitor:
             reasons = "; ".join(list(dict.fromkeys(reason for column in columns for reason in column.reasons))[:3])
             if "sandbox failed" in reasons:
                 fix = "`make sandbox ARGS=--self-test` says what is wrong with the boxes; then resume"
+            elif "the environment" in reasons:
+                fix = "mend the environment, or raise grpo.step_deadline where it took longer; then resume"
             elif "took longer" in reasons or "did not start" in reasons:
                 fix = f"raise rewards.{name}.deadline, or make the function faster; then resume"
             else:

@@ -33,15 +33,15 @@ def _is_schema(schema: Any) -> Any:
     from jsonschema import SchemaError, validators
 
     try:
-        if isinstance(schema, Mapping):
-            validators.validator_for(schema).check_schema(schema)
-    except SchemaError as error:
-        raise ValueError(f"it is no JSON schema, {error.message}") from error
+        written = json.loads(schema) if isinstance(schema, str) else schema
+        validators.validator_for(written).check_schema(written)
+    except (SchemaError, ValueError) as error:
+        raise ValueError(f"it is no JSON schema, {getattr(error, 'message', error)}") from error
     return schema
 
 
 Pattern = Annotated[str, AfterValidator(_compiles)]
-Schema = Annotated[Mapping[str, Any] | str | Sequence[Mapping[str, Any] | str], AfterValidator(_is_schema)]
+Schema = Annotated[Mapping[str, Any] | str, AfterValidator(_is_schema)]
 
 
 def exact_match(
@@ -81,7 +81,7 @@ def fits_schema(completions: Sequence[Completion], *, schema: Schema, **_: Any) 
     """1 where the answer is one JSON value that fits the JSON schema, else 0.
 
     The answer is the text behind the reasoning, or its only fenced block. It must be JSON to the letter: no NaN, no
-    second value for a name, nothing around it. `schema` is one for all rows, or a column with one for each.
+    second value for a name, nothing around it. `schema` may be JSON as text.
 
     >>> fits_schema(['{"age": 3}', '{"age": "3"}'], schema={"properties": {"age": {"type": "integer"}}})
     [1.0, 0.0]
@@ -96,12 +96,9 @@ def fits_schema(completions: Sequence[Completion], *, schema: Schema, **_: Any) 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is no JSON")
 
-    schemas = [schema] * len(completions) if isinstance(schema, Mapping | str) else list(schema)
-    scores = []
-    for completion, written in zip(completions, schemas, strict=True):
-        wanted = json.loads(written) if isinstance(written, str) else written
-        kind = validators.validator_for(wanted)
-        kind.check_schema(wanted)
+    wanted, scores = json.loads(schema) if isinstance(schema, str) else schema, []
+    checker = validators.validator_for(wanted)(wanted)
+    for completion in completions:
         text = without_reasoning(read_text(completion)).strip()
         blocks = fenced_blocks(text)
         is_block = len(blocks) == 1 and blocks[0].is_closed and blocks[0].end == len(text)
@@ -112,7 +109,7 @@ def fits_schema(completions: Sequence[Completion], *, schema: Schema, **_: Any) 
         except (ValueError, RecursionError):
             scores.append(0.0)
         else:
-            scores.append(float(kind(wanted).is_valid(value)))
+            scores.append(float(checker.is_valid(value)))
     return scores
 
 
@@ -121,8 +118,8 @@ Count = Annotated[int, Field(ge=0)]
 Form = Literal["code_block", "reasoning", "answer_tag", "boxed", "hashes"]
 
 _FORMS = {
-    "reasoning": r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)*\S(?:(?!</?think>).)*",
-    "answer_tag": r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)*\S(?:(?!</?answer>).)*</answer>\s*",
+    "reasoning": r"\s*<think>(?:(?!</?think>).)+</think>\s*(?=\S)(?:(?!</?think>).)+",
+    "answer_tag": r"(?:(?!</?answer>).)*<answer>\s*(?=\S)(?:(?!</?answer>).)+</answer>\s*",
     "boxed": r"(?:(?!\\boxed\{).)*\\boxed\{(?:(?!\\boxed\{).)+\}(?:(?!\\boxed\{)[^\n])*\s*",
     "hashes": r"(?:(?!####).)*####[ \t]*[^\s#][^\n#]*\s*",
 }
@@ -189,9 +186,12 @@ def not_overlong(
     >>> not_overlong(["a a", "a a a", "a a a a", "a a a a a"], most=4, soft=2)
     [0.0, -0.5, -1.0, -1.0]
     """
-    free = most - soft
-    return [max(-1.0, min(0.0, (free - n) / soft)) if soft else -float(n > most) for n in _lengths(
-        completions, completion_ids)]  # fmt: skip
+    return [overlong_penalty(n, most=most, soft=soft) for n in _lengths(completions, completion_ids)]
+
+
+def overlong_penalty(tokens: int, *, most: int, soft: int) -> float:
+    """Return the penalty for a completion of so many tokens, as `not_overlong` has it."""
+    return max(-1.0, min(0.0, (most - soft - tokens) / soft)) if soft else -float(tokens > most)
 
 
 def not_repetitive(completions: Sequence[Completion], *, words: Positive = 3, **_: Any) -> list[float]:

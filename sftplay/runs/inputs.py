@@ -322,8 +322,11 @@ def known_lengths(cfg: RunConfig) -> RowLengths | None:
         return None
     if not (Path(cfg.data.processed_dir) / "lengths").is_dir():  # `data.cache` has noted none
         return None
-    from sftplay.data.cache import read_lengths
+    from sftplay.data.cache import OF_PAIRS, read_lengths
     from sftplay.plan.forecast import RowLengths
 
     found = read_lengths(cfg)
-    return RowLengths(longest=int(found["longest"]), mean=found["mean"], count=int(found["count"])) if found else None
+    if not found:
+        return None
+    of_pairs = {key: found.get(key) for key in OF_PAIRS}
+    return RowLengths(longest=int(found["longest"]), mean=found["mean"], count=int(found["count"]), **of_pairs)

@@ -30,6 +30,7 @@ class TaskRow:
     """Answers that the model gives to a prompt in training, scored by rewards; 0 where it learns from labels."""
 
     compares_answers: bool = False  # it is measured on pairs of answers, by which one it finds likelier
+    takes_answers: bool = False  # a row is one answer with a verdict, and a pair becomes two
     gives_score: bool = False  # the result scores answers and writes none
     reads_text: bool = True  # False where there is neither a tokenizer nor a pretrained model
     averages_itself: bool = False  # the task sends whole gradients itself, once a step
@@ -94,7 +95,9 @@ TASKS = {
     ),
     "dpo": preference(rates={"full": 5e-7, "lora": 5e-6, "qlora": 5e-6}, title="Preferences (DPO)"),
     "ipo": preference(rates={"full": 5e-7, "lora": 5e-6, "qlora": 5e-6}, title="Preferences (IPO)"),
-    "kto": preference(rates={"full": 5e-7, "lora": 5e-6, "qlora": 5e-6}, title="Wanted and unwanted answers (KTO)"),
+    "kto": preference(
+        rates={"full": 5e-7, "lora": 5e-6, "qlora": 5e-6}, takes_answers=True, title="Wanted and unwanted answers (KTO)"
+    ),
     "orpo": preference(rates={"full": 8e-6, "lora": 8e-5, "qlora": 8e-5}, title="Answers and preferences (ORPO)"),
     "simpo": preference(
         rates={"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}, title="Preferences without a reference (SimPO)"

@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,14 +253,14 @@ class StopWithoutProgress(EarlyStoppingCallback):
         self.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)
 
 
-def gather_numbers(numbers: Sequence[float], heartbeat: Heartbeat | None = None) -> list[list[float]]:
+def gather_numbers(numbers: Sequence[float], heartbeat: Heartbeat) -> list[list[float]]:
     """Gather a few numbers, as `gather_objects` does, in fp64: one collective, and nothing is pickled."""
     if log.world_size() == 1:
         return [list(numbers)]
     device = "cuda" if "nccl" in torch.distributed.get_backend() else "cpu"
     local = torch.tensor(numbers, dtype=torch.float64, device=device)
     ranks = local.new_empty(log.world_size() * len(numbers))
-    with heartbeat.within("communication") if heartbeat else nullcontext():
+    with heartbeat.within("communication"):
         torch.distributed.all_gather_into_tensor(ranks, local)
         gathered: list[list[float]] = ranks.view(-1, len(numbers)).tolist()
     return gathered

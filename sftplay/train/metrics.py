@@ -242,7 +242,7 @@ def write_measured(path: Path, figures: Mapping[str, Any], *, lines: Iterable[Ma
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write the lines as JSON Lines; the folder may be missing."""
     path.parent.mkdir(exist_ok=True)
-    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines))
 
 
 class EvaluateAtSteps(Observer):
@@ -250,6 +250,9 @@ class EvaluateAtSteps(Observer):
 
     The figures go to the next line of metrics. Existing files are read: after a resume nothing is measured twice.
     """
+
+    prefix = "eval_"  # of the names of figures in metrics
+    logs_start = True  # whether the figures of step 0 are logged, where a tracker's curve starts
 
     def __init__(self, cfg: RunConfig, rows: Any, *, folder: Path, every: int, extra_step: int = 0) -> None:
         """`rows` are held out; `folder` is the run's eval/; `every` is the steps between two evaluations.
@@ -287,10 +290,10 @@ class EvaluateAtSteps(Observer):
             if log.is_main():
                 write_measured(path, figures, lines=lines)
         selected, summary = self.summarize(figures)
-        logged = {f"eval_{name}": value for name, value in selected.items()}
+        logged = {f"{self.prefix}{name}": value for name, value in selected.items()}
         if step:
             trainer.held_out_figures = logged
-        else:  # the first line of metrics comes at step 1, but a tracker's curve starts here
+        elif self.logs_start:
             trainer.log(logged)
         log.say(f"step {step}/{trainer.state.max_steps}  {summary}", "eval")
         return figures

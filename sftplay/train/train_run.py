@@ -32,6 +32,7 @@ from sftplay.launch.checkpoints import newest_complete, read_marker, read_step
 from sftplay.launch.cost import count_gpus, new_attempt
 from sftplay.launch.run_folder import EXPECTS_GPU, RunFolder
 from sftplay.machine.probe import probe
+from sftplay.model.hub import find_commit
 from sftplay.model.out_of_memory import OutOfMemory, held_bytes
 from sftplay.model.recomputation import as_named_here, recomputation_arguments
 from sftplay.places import ROOT
@@ -241,17 +242,13 @@ class TrainResult:
 class TrainRun:
     """Chooses the checkpoint, builds the callbacks, and trains `model`.
 
-    With `fingerprint` a resume can name what has changed. Raise ConfigError, DataError or RunError where the checkpoint
-    to resume from belongs to another run.
+    By `fingerprint` a resume names what has changed. Raise ConfigError, DataError or RunError where the checkpoint to
+    resume from belongs to another run.
     """
 
-    def __init__(
-        self, setup: RunSetup, model: Any, *, stop: StopOnSignal, fingerprint: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, setup: RunSetup, model: Any, *, stop: StopOnSignal, fingerprint: dict[str, Any]) -> None:
         self.setup, self.cfg, self.folder, self.stop, self.model = setup, setup.cfg, setup.folder, stop, model
-        known = fingerprint or {}
-        facts = {
-            **known,
+        facts = fingerprint | {
             "order_hash": setup.order_hash,
             "config_sha256": setup.config_sha256,
             "world_size": setup.world_size,
@@ -277,8 +274,8 @@ class TrainRun:
         preflight = Preflight(
             self.cfg,
             self.folder,
-            rows=f"{known.get('rows_sha256')} {setup.order_hash}",
-            base=" ".join(sorted(known.get("weights", {}).values())),
+            rows=f"{fingerprint['rows_sha256']} {setup.order_hash}",
+            base=" ".join(sorted(fingerprint["weights"].values())),
         )
         self.heartbeat = Heartbeat(heartbeat_path(self.folder.logs, log.rank()), pid=os.getpid())
         self.mark_complete = MarkComplete(
@@ -417,6 +414,7 @@ def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], t
             "order_sha256": setup.order_hash,
             "steps": setup.steps,
             "model": parameters,
+            "base_commit": find_commit(setup.cfg.model.name, setup.cfg.model.revision),
             **task,
             "sizing": setup.folder.read_json("plan.json"),
         },

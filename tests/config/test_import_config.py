@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from sftplay.cli import main
 from sftplay.config.keys import all_keys, list_keys
 from sftplay.config.kits.conversions import HAND_ON_STATES
-from sftplay.config.kits.convert import CONVERSIONS, Imported, import_config
+from sftplay.config.kits.convert import Imported, import_config
+from sftplay.config.kits.switches import CONVERSIONS
 from sftplay.config.kits.table import Kit, read_kits
 from sftplay.config.load import load_config
 from sftplay.data.records import Chat, Message, Source
@@ -256,12 +257,25 @@ def test_dataset_info_says_where_rows_lie_and_their_number_is_their_share(tmp_pa
     ours, _, _ = imported(tmp_path, "llamafactory-lora", dataset="talk")
     assert (ours["data"]["format"], ours["data"]["columns"]) == ("sharegpt", {"conversations": "turns"})
     (data / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "a.json"}, "b": {"file_name": "b.jsonl"}}))
-    row = {"instruction": "x", "output": "y"}
+    row = {"instruction": "x\u2028", "output": "y\x85"}  # neither ends a line of JSON
     (data / "a.json").write_text(json.dumps([row] * 3))
-    (data / "b.jsonl").write_text(f"{json.dumps(row)}\n" * 5)
+    (data / "b.jsonl").write_text(f"{json.dumps(row, ensure_ascii=False)}\n" * 5)
     ours, _, _ = imported(tmp_path, "llamafactory-lora", dataset="a, b")
     assert [one["weight"] for one in ours["datasets"]] == [3.0, 5.0]
     assert ours["cpt"] == {"weights_of": "examples"}
+    # Its shares are read where it interleaves; without any it takes the sets by turns (0.9.6, data/data_utils.py).
+    probs = {"interleave_probs": "0.7, 0.3"}
+    for options, weights, said in (
+        (probs, [3.0, 5.0], "shares by their rows"),
+        (probs | {"mix_strategy": "interleave_under"}, [0.7, 0.3], "the shares that it names"),
+        ({"mix_strategy": "interleave_over"}, [1.0, 1.0], "the shares that it names"),
+    ):
+        ours, _, made = imported(tmp_path, "llamafactory-lora", dataset="a, b", **options)
+        assert [one["weight"] for one in ours["datasets"]] == weights
+        assert said in made.text
+    (data / "a.json").write_text(json.dumps({"version": 1, "data": [row]}, indent=1))
+    _, _, made = imported(tmp_path, "llamafactory-lora", dataset="a, b")
+    assert "equal shares, as the sizes are not known here" in made.text
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,17 @@ def test_a_list_is_replaced_as_a_whole_and_null_unsets_a_value(write):
     assert cfg.tuning.lora.modules_to_save == ["c"]
 
 
+def test_an_entry_of_a_list_of_words_is_changed_by_its_number_and_none_is_added(write):
+    text = "model: {name: a}\ndata: {train_path: b}\ntuning: {lora: {target_modules: [q_proj, v_proj]}}\n"
+    path = write(text)
+    assert load_config(path, ["tuning.lora.target_modules.0=k_proj"]).tuning.lora.target_modules == ["k_proj", "v_proj"]
+    for name in ("2", "k"):
+        with pytest.raises(ConfigError, match=f"tuning.lora.target_modules has no entry called '{name}'") as caught:
+            load_config(path, [f"tuning.lora.target_modules.{name}=k_proj"])
+        assert caught.value.where == f"command line tuning.lora.target_modules.{name}"
+        assert caught.value.fix == "tuning.lora.target_modules has 0, 1"
+
+
 def test_an_override_may_start_with_two_dashes_and_the_last_of_two_counts(load):
     cfg = load("", "--train.max_steps=3", "train.max_steps=4", "--seed=1")
     assert (cfg.train.max_steps, cfg.seed) == (4, 1)

@@ -38,6 +38,21 @@ REFUSED = {
         "the kit sets it from train.decay_ratio and train.min_lr_ratio",
         "these two keys",
     ),
+    "train: {learning_rate: 0.1, lr_scaling: linear}": (
+        "train.lr_scaling",
+        "linear needs the effective batch that train.learning_rate was found with",
+        "give train.lr_batch_size",
+    ),
+    "train: {learning_rate: 0.1, lr_batch_size: 8}": (
+        "train.lr_batch_size",
+        "8 is given, but train.lr_scaling none scales nothing",
+        "write train.lr_scaling: linear or sqrt",
+    ),
+    "train: {lr_scaling: sqrt, lr_batch_size: 8}": (
+        "train.lr_scaling",
+        "train.learning_rate is auto",
+        "give train.learning_rate",
+    ),
     "tuning: {backend: unsloth, new_tokens: {path: a.txt}}": (
         "tuning.new_tokens.path",
         "the rows of new tokens would not train, with tuning.backend unsloth",

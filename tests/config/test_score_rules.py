@@ -17,6 +17,16 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
     assert problem.what == "score learns from a reward, and there is none"
 
 
+@pytest.mark.parametrize("other", ["{name: other, use: format}", "{name: answer, use: exact_match, weight: -1}"])
+def test_answers_are_right_or_wrong_by_rewards_that_judge_the_content(other, refusals, load):
+    first = "{name: digit, use: regex, options: {pattern: 1}, judges: %s}"
+    text = f"task_mode: score\nrewards: [{first % 'form'}, {other}]\n"
+    (problem,) = refusals(text)
+    assert problem.where.endswith(" rewards")
+    assert "so no answer is right or wrong" in problem.what
+    assert load(text.replace("judges: form", "judges: content, weight: 2"))
+
+
 def test_a_value_network_of_its_own_lets_no_gradient_reach_the_guide(refusals):
     (problem,) = refusals(f"{SCORE}score: {{value: separate}}\n")
     assert "no gradient of V reaches the guide" in problem.what

@@ -49,6 +49,13 @@ def written(tmp_path, *rows):
     return str(path)
 
 
+def test_in_a_mixed_table_the_columns_of_the_other_forms_are_null_and_say_nothing(tmp_path):
+    rows = (WHOLE, SANITIZED, HUMAN)
+    columns = dict.fromkeys(name for row in rows for name in row)
+    apart = load_problems(written(tmp_path, *rows))
+    assert load_problems(written(tmp_path, *(columns | row for row in rows))) == apart
+
+
 def test_all_three_published_forms_are_read_and_a_problem_that_stands_twice_counts_once(tmp_path):
     again = {**WHOLE, "task_id": 700, "text": "double  a NUMBER."}
     whole, sanitized, human = load_problems(written(tmp_path, WHOLE, SANITIZED, again, HUMAN))

@@ -9,6 +9,8 @@ import subprocess
 import time
 from typing import Any
 
+import numpy
+
 HANGS_S = 600
 
 
@@ -42,9 +44,17 @@ def act(order: str, number: int) -> Any:
         os._exit(7)
     if order == "crash":
         ctypes.string_at(0)
+    if order == "kill":
+        os.kill(os.getpid(), 40)  # a signal without a name
     if order == "child":
         subprocess.Popen(["sleep", str(HANGS_S)])
         time.sleep(HANGS_S)
+    if order == "daemon":
+        return str(subprocess.Popen(["sleep", str(HANGS_S)], start_new_session=True).pid), 0.0, False
+    if order == "numpy":
+        return str(numpy.random.rand()), 0.0, False
+    if order.startswith("variable "):
+        return os.environ.get(order.split()[1], "unset"), 0.0, False
     if order == "print":
         for _ in range(200):
             print("x" * 1_000_000)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from processes import HANG_S, wait_until
+from processes import HANG_S, is_alive, wait_until
 
 from sftplay.environments.processes import EnvironmentHost, EnvironmentSpec, Failed, describe_tools
 from sftplay.errors import ConfigError, RunError
@@ -34,12 +34,12 @@ def host() -> Iterator[EnvironmentHost]:
 
 
 def fails(host: EnvironmentHost, **request: object) -> str:
-    """What a request to a new copy fails with."""
-    process = host.fork(1)
+    """What a request to a new copy fails with. Only one that hangs has the deadline of the host."""
+    process, hangs = host.fork(1), "hang" in str(request)
     process.ask(reset={})
     try:
         with pytest.raises(Failed) as failed:
-            process.ask(**request)
+            process.ask(DEADLINE_S if hangs else HANG_S, **request)
     finally:
         process.end()
     return str(failed.value)
@@ -49,6 +49,7 @@ STEPS = {
     "hang": "took longer than 3 s",
     "die": r"died (exit code 7)",
     "crash": "died (signal SIGSEGV)",
+    "kill": "died (signal 40)",
     "raise": "raised LookupError: no such thing (misbehaving.py:",
     "exit": "raised SystemExit: 3",
     "bytes": "returned a bytes, not a text",
@@ -123,6 +124,37 @@ def _group(pid: str) -> int:
         return -1
 
 
+@pytest.mark.parametrize("last", ["", "die", "hang"])
+def test_a_child_in_a_session_of_its_own_ends_with_its_copy_and_with_no_other(host: EnvironmentHost, last: str):
+    one, other = host.fork(1), host.fork(2)
+    for process in (one, other):
+        process.ask(reset={})
+    children = [int(process.ask(step="daemon")[0]) for process in (one, other)]
+    if last:
+        with pytest.raises(Failed):
+            one.ask(1.0 if last == "hang" else None, step=last)
+    one.end()
+    wait_until(lambda: not is_alive(children[0]))
+    assert is_alive(children[1])
+    other.end()
+    wait_until(lambda: not is_alive(children[1]))
+
+
+def test_secrets_of_the_trainer_do_not_reach_an_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setenv("MAX_TOKENS", "7")
+    monkeypatch.setenv("DATABASE", "postgres://me:secret@host/games")
+    monkeypatch.setenv("SFTPLAY_PASS_OPENAI_API_KEY", "given")
+    with EnvironmentHost(make_spec()) as host:
+        process = host.fork(1)
+        process.ask(reset={})
+        names = ("HF_TOKEN", "DATABASE", "HF_HOME", "MAX_TOKENS", "OPENAI_API_KEY")
+        seen = [process.ask(step=f"variable {name}")[0] for name in names]
+        process.end()
+    assert seen == ["unset", "unset", "/models", "7", "given"]
+
+
 def test_copies_share_nothing_and_begin_alike_by_their_seed(host: EnvironmentHost):
     answers = []
     for seed in (5, 5, 6):
@@ -134,6 +166,17 @@ def test_copies_share_nothing_and_begin_alike_by_their_seed(host: EnvironmentHos
     assert answers[0] == answers[1]
     assert [count for count, _ in answers] == ["1", "1", "1"]
     assert answers[2][1] != answers[0][1]
+
+
+def test_numbers_of_numpy_depend_on_the_seed_of_the_run_and_on_the_row(host: EnvironmentHost):
+    numbers = []
+    for seed in (1 << 32, 2 << 32, (1 << 32) + 1, 1 << 32):  # as a run seeds its rows
+        process = host.fork(seed)
+        process.ask(reset={})
+        numbers.append(process.ask(step="numpy")[0])
+        process.end()
+    assert numbers[0] == numbers[3]
+    assert len(set(numbers)) == 3
 
 
 def test_tools_of_one_file_share_its_variables():
@@ -214,7 +257,6 @@ WRONG = {
     "make_nothing": ({"environment": f"{FILE}:make_nothing"}, "returned a str without reset and step"),
     "no file": ({"environment": "nowhere.py:make"}, "no file 'nowhere.py'"),
     "no name": ({"environment": f"{FILE}:mak"}, "has no function 'mak'"),
-    "not shipped": ({"tools": ["calculatr"]}, "there is no 'calculatr'"),
     "twice": ({"tools": [f"{FILE}:order", f"{FILE}:order"]}, "two tools are called order"),
     "options": ({"tool_options": {"ordr": {}}}, "options for ordr, which is no tool here"),
     "argument": ({"tool_options": {"scale": {"facto": 3}}}, "scale has no argument 'facto'"),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from grpo_run import grpo_inputs, grpo_options
+from in_process import sized, written_config
 from templates import TOOLS, make_renderer, make_tokenizer, whole_ids
 
 from sftplay.data.load_prompts import Question
@@ -23,10 +27,13 @@ from sftplay.environments.rollouts import (
     compute_turn_figures,
     turn_columns,
 )
+from sftplay.errors import DataError
 from sftplay.heartbeat import Heartbeat
+from sftplay.model.tokenizer import load_tokenizer
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.reward.table import RewardValues
 from sftplay.tasks.grpo.sampler_check import SampledRow
+from sftplay.tasks.grpo.task import load_rows
 from sftplay.tasks.grpo.turns import Tokens, as_rollouts, count_sampled, read_records, roll_out
 
 FILE = Path(__file__).parent / "misbehaving.py"
@@ -164,6 +171,20 @@ def test_a_call_that_fails_is_answered_and_the_game_goes_on(rollouts: Any, text:
         assert [turn["content"] for turn in tools[1:]] == ["AFTER"]
 
 
+def test_a_turn_with_many_calls_that_hang_is_not_silent(rollouts: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sftplay.environments.rollouts.BEAT_S", 0.2)
+    beats = list[float]()
+    with rollouts() as opened:
+        opened.beat = lambda: beats.append(time.monotonic())
+        script = Script(["x", "\n".join([call("hang")] * 3), "y"])
+        began = time.monotonic()
+        (ids,) = opened.run([question()], script)
+        pauses = [after - before for before, after in pairwise([began, *beats])]
+    assert ids.record.n_failures == 3
+    assert sum(pauses) > 15  # three deadlines of 5 s
+    assert max(pauses) < 9
+
+
 @pytest.mark.parametrize("name", [r"\ud83d", r"order\u0000", "<|im_end|>", "a b"])
 def test_a_call_whose_name_no_template_can_write_is_answered_as_one_that_is_unknown(rollouts: Any, name: str):
     script = Script([call("x", name), "x", "y"])
@@ -235,8 +256,17 @@ def test_figures_and_columns_of_completions(rollouts: Any):
     assert len(TOOLS) == 2
 
 
+@pytest.fixture
+def trainer_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function that makes what `roll_out` needs of a trainer, on one rank that holds all weights."""
+    monkeypatch.setattr("sftplay.tasks.grpo.turns.has_sharded_weights", lambda _: False)
+    return lambda opened, **known: SimpleNamespace(rollouts=opened, heartbeat=Heartbeat(), **known)
+
+
 @pytest.mark.parametrize("uses_vllm", [True, False])
-def test_each_turn_is_sampled_within_what_is_left_by_vllm_and_by_transformers(rollouts: Any, uses_vllm: bool):
+def test_each_turn_is_sampled_within_what_is_left_by_vllm_and_by_transformers(
+    rollouts: Any, trainer_of: Any, uses_vllm: bool
+):
     engine, config = SimpleNamespace(max_completion_length=60), SimpleNamespace(max_new_tokens=60)
     seen, script = [], Script(["x", "y"])
 
@@ -244,11 +274,8 @@ def test_each_turn_is_sampled_within_what_is_left_by_vllm_and_by_transformers(ro
         seen.append((engine.max_completion_length, config.max_new_tokens, generations))
         return script(prompts, 0)
 
-    with rollouts(max_tokens=60) as opened, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sftplay.tasks.grpo.turns.has_sharded_weights", lambda _: False)
-        trainer = SimpleNamespace(
-            use_vllm=uses_vllm, vllm_generation=engine, generation_config=config, rollouts=opened, heartbeat=Heartbeat()
-        )
+    with rollouts(max_tokens=60) as opened:
+        trainer = trainer_of(opened, use_vllm=uses_vllm, vllm_generation=engine, generation_config=config)
         found, logps = roll_out(trainer, [question()], sample)
     left = 60 - found[0].mask.index(0) - found[0].mask.count(0)
     assert seen == [(60, 60, 1), (left, 60, 1) if uses_vllm else (60, left, 1)]
@@ -259,29 +286,24 @@ def test_each_turn_is_sampled_within_what_is_left_by_vllm_and_by_transformers(ro
     assert read_records(found) == [found[0].record]
 
 
-def test_ranks_that_a_server_answers_together_have_the_room_of_the_rank_with_most(rollouts: Any):
-    engine, seen, ranks = (
-        SimpleNamespace(max_completion_length=60),
-        [],
-        iter([[1, 1], [9, 60], [1, 1], [1, 40], [0, 0]]),
-    )
+def test_ranks_that_a_server_answers_together_have_the_room_of_the_rank_with_most(
+    rollouts: Any, trainer_of: Any, monkeypatch: pytest.MonkeyPatch
+):
+    engine, seen = SimpleNamespace(max_completion_length=60), list[int]()
+    ranks = iter([[1, 1], [9, 60], [1, 1], [1, 40], [0, 0]])
+    monkeypatch.setattr("sftplay.tasks.grpo.turns.gather_objects", lambda item, heartbeat: next(ranks))
 
     def sample(prompts: Any, images: Any, fields: Any, generations: int) -> Any:
         seen.append(engine.max_completion_length)
         return script(prompts, 0)
 
     script = Script(["x", "y"])
-    with rollouts(max_tokens=60) as opened, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sftplay.tasks.grpo.turns.has_sharded_weights", lambda _: False)
-        patch.setattr("sftplay.tasks.grpo.turns.gather_objects", lambda item, heartbeat: next(ranks))
-        trainer = SimpleNamespace(
-            use_vllm=True, vllm_generation=engine, rollouts=opened, heartbeat=Heartbeat()
-        )  # fmt: skip
-        roll_out(trainer, [question()], sample)
+    with rollouts(max_tokens=60) as opened:
+        roll_out(trainer_of(opened, use_vllm=True, vllm_generation=engine), [question()], sample)
     assert seen == [60, 40]
 
 
-def test_the_samplers_likeliest_tokens_of_all_turns_are_joined_and_cut_at_the_limit(rollouts: Any):
+def test_the_samplers_likeliest_tokens_of_all_turns_are_joined_and_cut_at_the_limit(rollouts: Any, trainer_of: Any):
     said = list[torch.Tensor]()
 
     def play(most: int) -> tuple[RolloutIds, SampledRow]:
@@ -295,12 +317,9 @@ def test_the_samplers_likeliest_tokens_of_all_turns_are_joined_and_cut_at_the_li
                 said.append(torch.stack([each.float() for each in row.top]))
             return ids, rows
 
-        with rollouts(max_tokens=most, max_turns=2) as opened, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sftplay.tasks.grpo.turns.has_sharded_weights", lambda _: False)
-            trainer = SimpleNamespace(
-                use_vllm=False, generation_config=SimpleNamespace(max_new_tokens=most), rollouts=opened,
-                heartbeat=Heartbeat(),
-            )  # fmt: skip
+        config = SimpleNamespace(max_new_tokens=most)
+        with rollouts(max_tokens=most, max_turns=2) as opened:
+            trainer = trainer_of(opened, use_vllm=False, generation_config=config)
             (ids,), (row,) = roll_out(trainer, [question()], sample)
         return ids, row
 
@@ -315,3 +334,25 @@ def test_the_samplers_likeliest_tokens_of_all_turns_are_joined_and_cut_at_the_li
     assert torch.equal(torch.stack([tokens.float(), logps])[:, written], torch.cat(said, 1)[:, :-2])
     assert not written.all()
     assert (logps[~written] == -torch.inf).all()
+
+
+FORGETS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""It leaves out what the model thought in earlier turns."""
+
+
+def test_a_template_that_is_unfit_for_turns_is_refused_with_the_rows_before_a_model_is_opened(
+    builtin_tiny: Path, tmp_path: Path
+):
+    template = tmp_path / "forgets.jinja"
+    template.write_text(FORGETS)
+    changes = {"grpo__environment": "twenty_questions", "model__max_seq_len": 256, "data__template": str(template)}
+    inputs = grpo_inputs(builtin_tiny, tmp_path)
+    cfg = sized(written_config(tmp_path, inputs, **grpo_options(inputs, **changes)))
+    with pytest.raises(DataError, match="is refused for turns"):
+        load_rows(cfg, load_tokenizer(cfg.model))

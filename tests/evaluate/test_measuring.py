@@ -81,8 +81,9 @@ def test_end_tokens_shipped_with_a_model_end_an_answer(model: Any, tokenizer: An
     with torch.no_grad():
         out = model.generate(torch.tensor([prompts[0]]), max_new_tokens=6, do_sample=False, eos_token_id=399)
     second = int(out[0, len(prompts[0]) + 1])
-    other = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[second, 7]))
-    assert Generator(other, tokenizer, [END], 6).greedy().eos_token_id == sorted({END, 7, second})
+    for shipped, expected in (([second, 7], {END, 7, second}), (0, {0, END}), (None, {END})):
+        other = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=shipped))
+        assert Generator(other, tokenizer, [END], 6).greedy().eos_token_id == sorted(expected)
 
 
 def test_stream_that_fails_ends_with_the_error_instead_of_waiting(model: Any, tokenizer: Any):

@@ -153,6 +153,26 @@ def test_the_card_tells_of_new_tokens_that_an_older_release_found(run: Finished,
     kept.unlink()
 
 
+def test_the_card_shows_figures_and_no_settings_of_a_measurement(run: Finished, tmp_path: Path):
+    public = public_run(run.cfg, run.folder)
+    of_tasks = {"run": {"arc": {"acc": {"value": 0.5}}}, "template": True, "batch_size": 8, "step": 4, "limit": None}
+    of_sources = {"window": 64, "perplexity_compares": True, "sources": {}}
+    figures = {**public.figures, "lm-eval": of_tasks, "quick-perplexity": of_sources}
+    write_card(replace(public, figures=figures, step=3), tmp_path / "README.md")
+    text = (tmp_path / "README.md").read_text()
+    assert "|  | before | after |\n" in text
+    assert not any(f"| {name} |" in text for name in ("template", "batch_size", "step", "window"))
+    assert "| steps | 3 of 4 |" in text
+
+
+def test_the_card_opens_the_base_at_the_commit_that_was_trained_on(run: Finished, tmp_path: Path):
+    public = public_run(run.cfg, run.folder)
+    cfg = public.cfg.with_values({"model.name": "org/tiny", "model.revision": "c0ffee"}, "test")
+    write_card(replace(public, cfg=cfg, hub_base="org/tiny"), tmp_path / "README.md")
+    opened = python_blocks((tmp_path / "README.md").read_text())[1]
+    assert "base = AutoModelForCausalLM.from_pretrained('org/tiny', revision='c0ffee')" in opened
+
+
 def test_the_card_names_the_adapter_for_vllm_where_there_is_one(run: Finished, tmp_path: Path):
     for is_there in (False, True):
         if is_there:

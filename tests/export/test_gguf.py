@@ -347,6 +347,21 @@ def test_a_file_that_llama_cpp_cannot_open_ends_with_its_message_and_not_with_th
         by_llama_cpp.tokenize_all(file, ["a"])
 
 
+def test_the_last_line_of_a_process_that_names_no_error_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho loading\necho out of luck\nexit 137\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(by_llama_cpp.sys, "executable", str(program))
+    with pytest.raises(RunError) as caught:
+        by_llama_cpp.ask_llama_cpp(program, {})
+    assert caught.value.what == "llama.cpp ended with 137: out of luck"
+
+
+def test_scores_that_are_no_numbers_are_not_taken_for_the_same():
+    reference = torch.full((4,), torch.nan)
+    assert not gguf_check.divergence(reference, dict.fromkeys(range(4), -1.4)) <= 1.0
+
+
 def test_an_engine_that_does_not_answer_is_given_up(tmp_path: Path):
     with pytest.raises(RunError, match=r"has not answered in 0\.01 s"):
         by_llama_cpp.ask_llama_cpp(written(tmp_path, "qwen2"), {"texts": ["a"]}, deadline_s=0.01)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_run import grpo_inputs, grpo_options
 from in_process import Finished, Inputs, new_run, train
 from lively import lively_model
 from peft import AutoPeftModelForCausalLM, PeftModel
@@ -138,6 +139,16 @@ def test_merge_test_agrees_and_says_of_a_4_bit_run_how_far_the_rounding_was(
     assert "no error of merging" in capsys.readouterr().out
 
 
+def test_prompts_of_a_run_that_learns_from_rewards_are_its_held_out_ones(tiny_llama: Path, tmp_path: Path):
+    given = grpo_inputs(tiny_llama, tmp_path / "rows")
+    cfg, folder = new_run(tmp_path, given, **grpo_options(given))
+    tokenizer = load_tokenizer(cfg.model)
+    prompts, origin = merge_check.choose_prompts(cfg, folder, tokenizer=tokenizer)
+    asked = [json.loads(line)["prompt"] for line in given.held_out.read_text().splitlines()]
+    assert (origin, len(prompts)) == ("held-out", min(8, len(asked)))
+    assert all(any(question in tokenizer.decode(ids) for question in asked) for ids in prompts)
+
+
 @pytest.mark.parametrize("merges", [False, True], ids=["trained on", "merged first"])
 def test_run_that_began_with_an_adapter_is_merged_into_the_base_it_was_trained_on(
     merges: bool, inputs: Inputs, tmp_path: Path
@@ -254,6 +265,25 @@ def test_values_that_fp16_cannot_hold_are_refused(inputs: Inputs, tmp_path: Path
     with pytest.raises(RunError, match=r"lm_head\.weight holds values that float16 cannot hold"):
         merge(cfg, folder, out=tmp_path / "merged", dtype="fp16")
     assert merge(cfg, folder, out=tmp_path / "merged", dtype="bf16").is_dir()
+
+
+@pytest.mark.parametrize("fault", ["a value beyond fp16", "a weight that is not there"])
+def test_a_whole_result_is_exported_as_it_was_trained_or_not_at_all(fault: str, inputs: Inputs, tmp_path: Path):
+    cfg, folder = new_run(tmp_path, inputs, tuning__mode="full")
+    model = AutoModelForCausalLM.from_pretrained(inputs.model)
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = 1e5
+    model.save_pretrained(folder.path / "model")
+    load_tokenizer(cfg.model).save_pretrained(folder.path / "model")
+    if fault == "a value beyond fp16":
+        with pytest.raises(RunError, match=r"lm_head\.weight holds values that float16 cannot hold"):
+            export(cfg, folder, out=tmp_path / "out", dtype="fp16")
+        return
+    weights = load_file(folder.path / "model" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder.path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MachineError, match=r"lacks 1 weights, model\.norm\.weight for one"):
+        export(cfg, folder, out=tmp_path / "out")
 
 
 def test_base_that_is_stored_quantised_is_refused(inputs: Inputs, tmp_path: Path):

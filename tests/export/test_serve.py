@@ -269,15 +269,21 @@ import sys
 from pathlib import Path
 from sftplay.export.server import run_server
 from sftplay.launch.command import Launch
+from sftplay.parity.by_vllm import started
 engine = "import os, subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); os.wait()"
-folder = Path(sys.argv[1])
-run_server(Launch((sys.executable, "-c", engine), {}), "x", port=1, cwd=folder, log_file=folder / "serve.log")
+folder, launch = Path(sys.argv[1]), Launch((sys.executable, "-c", engine), {})
+if sys.argv[2] == "serve":
+    run_server(launch, "x", port=1, cwd=folder, log_file=folder / "serve.log")
+else:
+    with started(launch, 1, cwd=folder, log_file=folder / "serve.log"):
+        pass
 """
 
 
-def test_what_a_server_has_started_ends_with_a_verb_that_is_killed(tmp_path: Path):
+@pytest.mark.parametrize("verb", ["serve", "parity"])
+def test_what_a_server_has_started_ends_with_a_verb_that_is_killed(verb: str, tmp_path: Path):
     log_file = tmp_path / "serve.log"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), verb], cwd=ROOT)
     wait_until(lambda: log_file.exists() and log_file.read_text().strip())
     engine = int(log_file.read_text())
     assert is_alive(engine)

@@ -126,11 +126,15 @@ def test_an_adapter_that_fits_as_it_is_is_written_once(exported: tuple[Path, Any
     assert first == second
 
 
-def test_a_pattern_becomes_full_names_that_sglang_takes_and_peft_keeps_out_of_the_tower(tmp_path: Path):
+@pytest.mark.parametrize("in_full", [[], ["lm_head"]], ids=["pairs alone", "and a head in full"])
+@pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers)")
+def test_a_pattern_becomes_full_names_that_sglang_takes_and_peft_keeps_out_of_the_tower(
+    in_full: list[str], tmp_path: Path
+):
     vision = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     base = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3"](text_config=TEXT, vision_config=vision))
     base.save_pretrained(tmp_path / "base")
-    adapted = add_adapter(base, LoraConfig(r=4))
+    adapted = add_adapter(base, LoraConfig(r=4, modules_to_save=in_full))
     adapted.save_pretrained(tmp_path / "trained")
     config = json.loads((tmp_path / "base/config.json").read_text())
     settings = json.loads((tmp_path / "trained/adapter_config.json").read_text())

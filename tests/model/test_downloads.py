@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from huggingface_hub import snapshot_download
 from processes import HANG_S
+from safetensors.torch import load_file, save_file
 
 from sftplay.config.run import ModelConfig
 from sftplay.errors import MachineError
@@ -36,6 +37,7 @@ class Hub(BaseHTTPRequestHandler):
 
     folder: Path
     asked: list[tuple[str, str]]
+    commit = COMMIT
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -45,18 +47,21 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.asked.append((self.command, self.path))
+        if self.path.startswith("/api/models/org/tiny/tree/"):
+            self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return
         if self.path.startswith("/api/models/org/tiny"):
             files = [{"rfilename": p.name, "size": p.stat().st_size} for p in sorted(self.folder.iterdir())]
-            self._answer(200, json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": files}).encode())
+            self._answer(200, json.dumps({"id": "org/tiny", "sha": self.commit, "siblings": files}).encode())
             return
         path = self.folder / self.path.rsplit("/", 1)[-1]
         if not self.path.startswith("/org/tiny/resolve/"):
             self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         elif not path.is_file():
-            self._answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+            self._answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.commit})
         else:
             tag = hashlib.sha1(path.read_bytes()).hexdigest()
-            self._answer(200, path.read_bytes(), {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT})
+            self._answer(200, path.read_bytes(), {"ETag": f'"{tag}"', "X-Repo-Commit": self.commit})
 
     def _answer(self, code: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(code)
@@ -89,6 +94,26 @@ def served(tiny_llama: Path, tmp_path: Path) -> Iterator[tuple[str, type[Hub]]]:
 def hub_environment(address: str, home: Path) -> dict[str, str]:
     waits = {"HF_HUB_ETAG_TIMEOUT": str(int(HANG_S)), "HF_HUB_DOWNLOAD_TIMEOUT": str(int(HANG_S))}
     return {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", **waits}
+
+
+@pytest.mark.slow
+def test_a_run_is_merged_into_the_commit_that_it_was_trained_on(
+    served: tuple[str, type[Hub]], write_config: Callable[..., Path], sftplay: Callable[..., CompletedProcess[str]],
+    tmp_path: Path,
+):  # fmt: skip
+    address, handler = served
+    env = hub_environment(address, tmp_path / "hf")
+    config = write_config(model__name="org/tiny", train__max_steps=1)
+    done = sftplay("train", "--config", config, env=env)
+    assert done.returncode == 0, done.stderr
+    weights = handler.folder / "model.safetensors"
+    trained_on = load_file(weights)
+    save_file({name: 2 * value for name, value in trained_on.items()}, weights, metadata={"format": "pt"})
+    handler.commit = "decade" + "0" * 34
+    done = sftplay("merge", "--config", config, "--out", tmp_path / "merged", env=env)
+    assert done.returncode == 0, done.stderr
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(bool((merged[name] == trained_on[name]).all()) for name in ("lm_head.weight", "model.norm.weight"))
 
 
 @pytest.mark.contract

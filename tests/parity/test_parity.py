@@ -18,8 +18,13 @@ from lively import lively_model
 from safetensors.torch import load_file, save_file
 
 from sftplay import cli
+from sftplay.errors import RunError
 from sftplay.export.merge import merge
+from sftplay.launch.run_folder import RunFolder
+from sftplay.parity import by_vllm
+from sftplay.parity.engine import Question
 from sftplay.parity.reference import Reference
+from sftplay.parity.results import find_gguf_files
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
@@ -56,19 +61,23 @@ def _what_is_trained_answers_once() -> Iterator[None]:
         yield
 
 
+Weights = dict[str, torch.Tensor]
+Plant = Callable[[Path, Finished], object]
+"""Puts a fault into a folder."""
+
 QUICK = (
-    "second rope_theta", "penalty", "added token", "shard", "earlier merge",
-    "set_template", "answer_as_base", "keep_old_head", "permute", "lose_tensor", "spoil_one_value", "scale_slightly",
-    "set_prefix", "set_zeros", "set_other_values",
+    "second rope_theta", "penalty", "added token", "shard", "earlier merge", "template", "base", "old head", "permuted",
+    "lost tensor", "one value", "scaled", "prefix", "zeros", "other values", "first token", "other base",
 )  # fmt: skip
 """Faults that are planted each time, one or two of each kind; `make test-slow` plants the others too."""
 
 
-def faults(planted: Mapping[Any, Any]) -> list[Any]:
-    """A parameter for each fault."""
-    names = {fault: fault if isinstance(fault, str) else fault.__name__ for fault in planted}
+def faults(**planted: Mapping[str, tuple[Plant, str]]) -> list[Any]:
+    """A parameter for each fault: merged or adapter, what plants it, and the cause that must be named."""
     return [
-        pytest.param(fault, id=name, marks=[] if name in QUICK else pytest.mark.slow) for fault, name in names.items()
+        pytest.param(kind, plant, cause, id=f"{kind}: {name}", marks=[] if name in QUICK else pytest.mark.slow)
+        for kind, table in planted.items()
+        for name, (plant, cause) in table.items()
     ]
 
 
@@ -115,99 +124,19 @@ def base_weights(run: Finished) -> dict[str, torch.Tensor]:
     return load_file(Path(run.cfg.model.name) / WEIGHTS)
 
 
-def set_template(folder: Path, run: Finished) -> None:
-    template = folder / "chat_template.jinja"
-    template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> ", 1))
+def in_json(name: str, **values: Any) -> Plant:
+    return lambda folder, run: change_json(folder / name, **values)
 
 
-def set_pre_tokenizer(folder: Path, run: Finished) -> None:
-    content = json.loads((folder / "tokenizer.json").read_text())
-    digits = {"type": "Digits", "individual_digits": True}
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, content["pre_tokenizer"]]}
-    merges = content["model"]["merges"]  # the tiny tokenizer has learned few digits: take some words' merges away
-    content["model"]["merges"] = merges[: len(merges) // 2]
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+def in_weights(change: Callable[[Weights], object]) -> Plant:
+    return lambda folder, run: change_weights(folder, change)
 
 
-def answer_as_base(folder: Path, run: Finished) -> None:
-    change_weights(folder, lambda weights: weights.update(base_weights(run)))
+def in_adapter(change: Callable[[Weights], object]) -> Plant:
+    return lambda folder, run: change_weights(folder, change, ADAPTER)
 
 
-def keep_old_head(folder: Path, run: Finished) -> None:
-    head = base_weights(run)["lm_head.weight"]
-    change_weights(folder, lambda weights: weights.update({"lm_head.weight": head}))
-
-
-def round_values(folder: Path, run: Finished) -> None:
-    change_weights(folder, lambda weights: weights.update({k: v.bfloat16().float() for k, v in weights.items()}))
-
-
-def save_as_bf16(folder: Path, run: Finished) -> None:
-    change_weights(folder, lambda weights: weights.update({k: v.bfloat16() for k, v in weights.items()}))
-    change_json(folder / "config.json", dtype="bfloat16")
-
-
-def say_bf16(folder: Path, run: Finished) -> None:
-    change_json(folder / "config.json", dtype="bfloat16")
-
-
-def permute(folder: Path, run: Finished) -> None:
-    def change(weights: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in weights if "q_proj" in name or "k_proj" in name]:
-            heads = len(weights[name]) // 8
-            order = weights[name].reshape(heads, 2, 4, -1).transpose(1, 2).reshape(weights[name].shape)
-            weights[name] = order
-
-    change_weights(folder, change)
-
-
-def swap_layers(folder: Path, run: Finished) -> None:
-    def change(weights: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in weights if "layers.0." in name]:
-            other = name.replace("layers.0.", "layers.1.")
-            weights[name], weights[other] = weights[other], weights[name]
-
-    change_weights(folder, change)
-
-
-def lose_tensor(folder: Path, run: Finished) -> None:
-    change_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
-
-
-def cut_vocabulary(folder: Path, run: Finished) -> None:
-    ends = ("model.embed_tokens.weight", "lm_head.weight")
-    change_weights(folder, lambda weights: weights.update({name: weights[name][:380] for name in ends}))
-    change_json(folder / "config.json", vocab_size=380)
-
-
-def count_update_twice(folder: Path, run: Finished) -> None:
-    base = base_weights(run)
-    change_weights(folder, lambda weights: weights.update({k: 2 * v - base[k] for k, v in weights.items()}))
-
-
-def set_theta(folder: Path, run: Finished) -> None:
-    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
-    change_json(folder / "config.json", rope_parameters={**rope, "rope_theta": 500.0})
-
-
-def set_end(folder: Path, run: Finished) -> None:
-    change_json(folder / "config.json", eos_token_id=5)
-    change_json(folder / "generation_config.json", eos_token_id=5)
-
-
-def spoil_one_value(folder: Path, run: Finished) -> None:
-    change_weights(folder, lambda weights: weights["model.layers.1.mlp.down_proj.weight"][3, 4].add_(1.0))
-
-
-def in_config(**values: Any) -> Callable[[Path, Finished], None]:
-    return lambda folder, run: change_json(folder / "config.json", **values)
-
-
-def in_generation(**values: Any) -> Callable[[Path, Finished], None]:
-    return lambda folder, run: change_json(folder / "generation_config.json", **values)
-
-
-def in_tokenizer(change: Callable[[dict[str, Any]], object]) -> Callable[[Path, Finished], None]:
+def in_tokenizer(change: Callable[[dict[str, Any]], object]) -> Plant:
     def plant(folder: Path, run: Finished) -> None:
         content = json.loads((folder / "tokenizer.json").read_text())
         change(content)
@@ -216,8 +145,28 @@ def in_tokenizer(change: Callable[[dict[str, Any]], object]) -> Callable[[Path, 
     return plant
 
 
-def set_second_template(folder: Path, run: Finished) -> None:
-    change_json(folder / "tokenizer_config.json", chat_template="{{ messages }}")
+def both(*plants: Plant) -> Plant:
+    return lambda folder, run: [plant(folder, run) for plant in plants]
+
+
+def set_template(folder: Path, run: Finished) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> ", 1))
+
+
+def split_digits(content: dict[str, Any]) -> None:
+    digits = {"type": "Digits", "individual_digits": True}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, content["pre_tokenizer"]]}
+    merges = content["model"]["merges"]  # the tiny tokenizer has learned few digits: take some words' merges away
+    content["model"]["merges"] = merges[: len(merges) // 2]
+
+
+def add_first_token(content: dict[str, Any]) -> None:
+    first, text = {"SpecialToken": {"id": "<pad>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    special = {"<pad>": {"id": "<pad>", "ids": [0], "tokens": ["<pad>"]}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": [first, text], "pair": [first, text], "special_tokens": special
+    }  # fmt: skip
 
 
 def add_named_template(folder: Path, run: Finished) -> None:
@@ -230,171 +179,177 @@ def name_missing_shard(folder: Path, run: Finished) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def keep_earlier_merge(folder: Path, run: Finished) -> None:
-    change_weights(folder, lambda weights: weights["model.layers.0.mlp.up_proj.weight"].add_(0.01))
-    change_json(folder / "merge.json", adapter_sha256="0" * 64)
+def answer_as_base(folder: Path, run: Finished) -> None:
+    change_weights(folder, lambda weights: weights.update(base_weights(run)))
 
 
-MERGED_FILES = {
-    "second rope_theta": (in_config(rope_theta=777.0), "rope_theta is 777.0 and in rope_parameters 10000.0"),
-    "tied": (in_config(tie_word_embeddings=True), "tie_word_embeddings is true, and the stored head is not"),
-    "end in config": (in_config(eos_token_id=5), "config.json ends answers at 5"),
-    "bos": (in_config(bos_token_id=7), "bos_token_id is 7, the run's null"),
-    "class": (in_config(architectures=["MistralForCausalLM"]), 'architectures is ["MistralForCausalLM"]'),
-    "quantised": (in_config(quantization_config={"quant_method": "bitsandbytes"}), "quantization_config.quant_method"),
-    "penalty": (in_generation(repetition_penalty=1.3), "generation_config.json differs: repetition_penalty is 1.3"),
-    "further end": (in_generation(eos_token_id=[2, 5]), "generation_config.json ends answers at 5"),
+def keep_old_head(folder: Path, run: Finished) -> None:
+    change_weights(folder, lambda weights: weights.update({"lm_head.weight": base_weights(run)["lm_head.weight"]}))
+
+
+def count_update_twice(folder: Path, run: Finished) -> None:
+    base = base_weights(run)
+    change_weights(folder, lambda weights: weights.update({k: 2 * v - base[k] for k, v in weights.items()}))
+
+
+def set_theta(folder: Path, run: Finished) -> None:
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    change_json(folder / "config.json", rope_parameters={**rope, "rope_theta": 500.0})
+
+
+def use_other_base(folder: Path, run: Finished) -> None:
+    base = Path(shutil.copytree(run.cfg.model.name, folder.with_name("other-base")))
+    change_weights(base, lambda weights: weights["model.layers.0.mlp.up_proj.weight"].mul_(1.5))
+    change_json(folder / "adapter_config.json", base_model_name_or_path=str(base))
+
+
+def narrow(weights: Weights) -> None:
+    weights |= {name: value.bfloat16() for name, value in weights.items()}
+
+
+def permute(weights: Weights) -> None:
+    for name in [name for name in weights if "q_proj" in name or "k_proj" in name]:
+        halves = weights[name].reshape(len(weights[name]) // 8, 2, 4, -1)
+        weights[name] = halves.transpose(1, 2).reshape(weights[name].shape)
+
+
+def swap_layers(weights: Weights) -> None:
+    for name in [name for name in weights if "layers.0." in name]:
+        other = name.replace("layers.0.", "layers.1.")
+        weights[name], weights[other] = weights[other], weights[name]
+
+
+def cut_vocabulary(weights: Weights) -> None:
+    weights |= {name: weights[name][:380] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+
+
+def lose_layer(weights: Weights) -> None:
+    for name in [name for name in weights if "layers.1.mlp" in name]:
+        del weights[name]
+
+
+@in_adapter
+def set_prefix(weights: Weights) -> None:
+    for name in list(weights):
+        weights[name.replace("base_model.model.model.", "base_model.model.language_model.")] = weights.pop(name)
+
+
+@in_adapter
+def set_zeros(weights: Weights) -> None:
+    for name, value in weights.items():
+        value.mul_(0 if "lora_B" in name else 1)
+
+
+@in_adapter
+def set_other_values(weights: Weights) -> None:
+    torch.manual_seed(1)
+    for value in weights.values():
+        value.add_(torch.randn_like(value) * 0.1)
+
+
+CONFIG, GENERATION, LAYER = "config.json", "generation_config.json", "model.layers.1.mlp"
+MERGED: dict[str, tuple[Plant, str]] = {
+    "second rope_theta": (in_json(CONFIG, rope_theta=777.0), "rope_theta is 777.0 and in rope_parameters 10000.0"),
+    "tied": (in_json(CONFIG, tie_word_embeddings=True), "tie_word_embeddings is true, and the stored head is not"),
+    "end in config": (in_json(CONFIG, eos_token_id=5), "config.json ends answers at 5"),
+    "bos": (in_json(CONFIG, bos_token_id=7), "bos_token_id is 7, the run's null"),
+    "class": (in_json(CONFIG, architectures=["MistralForCausalLM"]), 'architectures is ["MistralForCausalLM"]'),
+    "quantised": (
+        in_json(CONFIG, quantization_config={"quant_method": "bitsandbytes"}), "quantization_config.quant_method",
+    ),
+    "penalty": (
+        in_json(GENERATION, repetition_penalty=1.3), "generation_config.json differs: repetition_penalty is 1.3",
+    ),
+    "further end": (in_json(GENERATION, eos_token_id=[2, 5]), "generation_config.json ends answers at 5"),
     "added token": (in_tokenizer(lambda content: content["added_tokens"].pop()), "does not list the added token"),
     "one merge": (in_tokenizer(lambda content: content["model"]["merges"].pop()), "merges of tokenizer.json is not"),
-    "second template": (set_second_template, "tokenizer_config.json holds another one"),
+    "first token": (in_tokenizer(add_first_token), "tokenizer differs: of 'Hello"),
+    "second template": (
+        in_json("tokenizer_config.json", chat_template="{{ messages }}"), "tokenizer_config.json holds another one",
+    ),
     "named template": (add_named_template, "tool_use is there too"),
     "shard": (name_missing_shard, "names 1 files that are not there, model-00002-of-00002.safetensors"),
-    "earlier merge": (keep_earlier_merge, "was merged from an earlier adapter than the run's present one"),
+    "earlier merge": (
+        both(
+            in_weights(lambda weights: weights["model.layers.0.mlp.up_proj.weight"].add_(0.01)),
+            in_json("merge.json", adapter_sha256="0" * 64),
+        ),
+        "was merged from an earlier adapter than the run's present one",
+    ),
+    "template": (set_template, "chat template differs at character"),
+    "pre-tokenizer": (in_tokenizer(split_digits), "tokenizer differs: of "),
+    "base": (answer_as_base, "is the base's, as it was before training"),
+    "old head": (keep_old_head, "the head is not the trained one: lm_head.weight is the base's"),
+    "rounded": (
+        in_weights(lambda weights: weights.update({k: v.bfloat16().float() for k, v in weights.items()})),
+        "was rounded to bfloat16 and is stored as if it were exact",
+    ),
+    "bf16": (
+        both(in_weights(narrow), in_json(CONFIG, dtype="bfloat16")),
+        "saved in the wrong precision: bfloat16, merge.json says the merge made float32",
+    ),
+    "bf16 in config": (
+        in_json(CONFIG, dtype="bfloat16"), "the weights are saved in float32, config.json says bfloat16",
+    ),
+    "permuted": (in_weights(permute), "rows in another order (permuted for another rotary embedding, or not permuted)"),
+    "swapped layers": (in_weights(swap_layers), "is the run's model.layers.1."),
+    "lost tensor": (
+        in_weights(lambda weights: weights.pop(f"{LAYER}.up_proj.weight")),
+        f"1 weights are missing, {LAYER}.up_proj.weight",
+    ),
+    "vocabulary": (
+        both(in_weights(cut_vocabulary), in_json(CONFIG, vocab_size=380)), "vocab_size is 380, the run's 400",
+    ),
+    "update twice": (count_update_twice, "holds 2 times the update of the training"),
+    "rope_theta": (set_theta, "rope_parameters.rope_theta is 500.0, the run's 10000.0"),
+    "end": (
+        both(in_json(CONFIG, eos_token_id=5), in_json(GENERATION, eos_token_id=5)),
+        "ends answers at [5], training at 2",
+    ),
+    "one value": (
+        in_weights(lambda weights: weights[f"{LAYER}.down_proj.weight"][3, 4].add_(1.0)),
+        f"{LAYER}.down_proj.weight differs by up to 1 in 1 of 32 rows",
+    ),
+}  # fmt: skip
+IN_PLACE: dict[str, tuple[Plant, str]] = {
+    "prefix": (set_prefix, "keys match 1 of 15 modules; base_model.model.language_model."),
+    "zeros": (set_zeros, "the adapter is all zeros: none of its 14 lora_B"),
+    "alpha": (in_json("adapter_config.json", lora_alpha=16), "lora_alpha is 16, the run's 8"),
+    "scale rule": (in_json("adapter_config.json", use_rslora=True), "use_rslora is true, the run's false"),
+    "lost layer": (in_adapter(lose_layer), "keys match 12 of 15 modules"),
+    "other values": (set_other_values, "adapter/ is not what the training left in checkpoint-4: 29 of 29 tensors"),
 }
+"""Faults of an adapter that are seen also in the run's own one."""
+
+IN_COPY: dict[str, tuple[Plant, str]] = IN_PLACE | {
+    "other values": (set_other_values, "lm_head.weight is not the run's): 29 of 29"),
+    "template": (set_template, "chat template differs at character"),
+    "half a pair": (
+        in_adapter(lambda weights: weights.pop(next(name for name in weights if "lora_A" in name))),
+        "lora_A.weight is missing",
+    ),
+    "scaled": (
+        in_adapter(lambda weights: [v.mul_(1.001) for k, v in weights.items() if "lora_B" in k]),
+        "lora_B.weight holds 1.001 times its values",
+    ),
+    "bf16": (in_adapter(narrow), "saved in the wrong precision: bfloat16, the run's float32"),
+    "swapped layers": (in_adapter(swap_layers), "is the run's base_model.model.model.layers.1."),
+    "few targets": (
+        in_json("adapter_config.json", target_modules=["q_proj"]), "target_modules names 2 of 14 modules",
+    ),
+    "other base": (use_other_base, "its base is "),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", faults(MERGED_FILES))
-def test_a_fault_that_plain_transformers_does_not_show_is_found_in_the_files(
-    fault: str, run: Finished, copied: Callable[[str], Path]
+@pytest.mark.parametrize(("kind", "plant", "cause"), faults(merged=MERGED, adapter=IN_COPY))
+def test_what_is_not_the_trained_model_is_refused_with_its_fault(
+    kind: str, plant: Plant, cause: str, run: Finished, copied: Callable[[str], Path]
 ):
-    plant, cause = MERGED_FILES[fault]
-    folder = copied("merged")
+    folder = copied(kind)
     plant(folder, run)
     code, found = ask(run, "--served", str(folder), "--n", "2", "--max-new-tokens", "4")
-    assert code == 5
+    assert (code, found["verdict"]) == (5, "differs")
     assert cause in found["cause"]
-
-
-MERGED = {
-    set_template: "chat template differs at character",
-    set_pre_tokenizer: "tokenizer differs: of ",
-    answer_as_base: "is the base's, as it was before training",
-    keep_old_head: "the head is not the trained one: lm_head.weight is the base's",
-    round_values: "was rounded to bfloat16 and is stored as if it were exact",
-    save_as_bf16: "saved in the wrong precision: bfloat16, merge.json says the merge made float32",
-    say_bf16: "the weights are saved in float32, config.json says bfloat16",
-    permute: "rows in another order (permuted for another rotary embedding, or not permuted)",
-    swap_layers: "is the run's model.layers.1.",
-    lose_tensor: "1 weights are missing, model.layers.1.mlp.up_proj.weight",
-    cut_vocabulary: "vocab_size is 380, the run's 400",
-    count_update_twice: "holds 2 times the update of the training",
-    set_theta: "rope_parameters.rope_theta is 500.0, the run's 10000.0",
-    set_end: "ends answers at [5], training at 2",
-    spoil_one_value: "model.layers.1.mlp.down_proj.weight differs by up to 1 in 1 of 32 rows",
-}
-
-
-@pytest.mark.parametrize("plant", faults(MERGED))
-def test_a_merged_model_that_is_not_the_trained_one_is_refused_with_its_fault(
-    plant: Callable[[Path, Finished], None], run: Finished, copied: Callable[[str], Path]
-):
-    folder = copied("merged")
-    plant(folder, run)
-    code, found = ask(run, "--served", str(folder))
-    assert (code, found["verdict"]) == (5, "differs")
-    assert MERGED[plant] in found["cause"]
-
-
-def set_prefix(folder: Path, run: Finished) -> None:
-    def change(weights: dict[str, torch.Tensor]) -> None:
-        for name in list(weights):
-            weights[name.replace("base_model.model.model.", "base_model.model.language_model.")] = weights.pop(name)
-
-    change_weights(folder, change, ADAPTER)
-
-
-def set_zeros(folder: Path, run: Finished) -> None:
-    change_weights(
-        folder, lambda weights: [value.zero_() for name, value in weights.items() if "lora_B" in name], ADAPTER
-    )
-
-
-def set_alpha(folder: Path, run: Finished) -> None:
-    change_json(folder / "adapter_config.json", lora_alpha=16)
-
-
-def set_scale_rule(folder: Path, run: Finished) -> None:
-    change_json(folder / "adapter_config.json", use_rslora=True)
-
-
-def set_other_values(folder: Path, run: Finished) -> None:
-    torch.manual_seed(1)
-    change_weights(
-        folder, lambda weights: [value.add_(torch.randn_like(value) * 0.1) for value in weights.values()], ADAPTER
-    )
-
-
-def lose_layer(folder: Path, run: Finished) -> None:
-    change_weights(
-        folder, lambda weights: [weights.pop(name) for name in list(weights) if "layers.1.mlp" in name], ADAPTER
-    )
-
-
-def lose_half(folder: Path, run: Finished) -> None:
-    change_weights(folder, lambda weights: weights.pop(next(name for name in weights if "lora_A" in name)), ADAPTER)
-
-
-def scale_slightly(folder: Path, run: Finished) -> None:
-    change_weights(folder, lambda weights: [v.mul_(1.001) for k, v in weights.items() if "lora_B" in k], ADAPTER)
-
-
-def save_adapter_as_bf16(folder: Path, run: Finished) -> None:
-    change_weights(folder, lambda weights: weights.update({k: v.bfloat16() for k, v in weights.items()}), ADAPTER)
-
-
-def swap_adapter_layers(folder: Path, run: Finished) -> None:
-    def change(weights: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in weights if "layers.0." in name]:
-            other = name.replace("layers.0.", "layers.1.")
-            weights[name], weights[other] = weights[other], weights[name]
-
-    change_weights(folder, change, ADAPTER)
-
-
-def target_few(folder: Path, run: Finished) -> None:
-    change_json(folder / "adapter_config.json", target_modules=["q_proj"])
-
-
-IN_COPY = {
-    lose_half: "lora_A.weight is missing",
-    scale_slightly: "lora_B.weight holds 1.001 times its values",
-    save_adapter_as_bf16: "saved in the wrong precision: bfloat16, the run's float32",
-    swap_adapter_layers: "is the run's base_model.model.model.layers.1.",
-    target_few: "target_modules names 2 of 14 modules",
-}
-
-
-@pytest.mark.parametrize("plant", faults(IN_COPY))
-def test_a_copy_of_the_adapter_with_a_small_fault_is_refused_with_it(
-    plant: Callable[[Path, Finished], None], run: Finished, copied: Callable[[str], Path]
-):
-    folder = copied("adapter")
-    plant(folder, run)
-    code, found = ask(run, "--served", str(folder), "--n", "2", "--max-new-tokens", "4")
-    assert code == 5
-    assert IN_COPY[plant] in found["cause"]
-
-
-IN_ADAPTER = {
-    set_prefix: "keys match 1 of 15 modules; base_model.model.language_model.",
-    set_zeros: "the adapter is all zeros: none of its 14 lora_B",
-    set_alpha: "lora_alpha is 16, the run's 8",
-    set_scale_rule: "use_rslora is true, the run's false",
-    set_other_values: "lm_head.weight is not the run's): 29 of 29",
-    lose_layer: "keys match 12 of 15 modules",
-    set_template: "chat template differs at character",
-}
-
-
-@pytest.mark.parametrize("plant", faults(IN_ADAPTER))
-def test_an_adapter_that_is_not_the_trained_one_is_refused_with_its_fault(
-    plant: Callable[[Path, Finished], None], run: Finished, copied: Callable[[str], Path]
-):
-    folder = copied("adapter")
-    plant(folder, run)
-    code, found = ask(run, "--served", str(folder))
-    assert (code, found["verdict"]) == (5, "differs")
-    assert IN_ADAPTER[plant] in found["cause"]
 
 
 @pytest.fixture
@@ -407,18 +362,14 @@ def own_adapter(run: Finished) -> Iterator[Path]:
     kept.rename(folder)
 
 
-IN_PLACE = {**IN_ADAPTER, set_other_values: "adapter/ is not what the training left in checkpoint-4: 29 of 29 tensors"}
-del IN_PLACE[set_template]
-
-
-@pytest.mark.parametrize("plant", faults(IN_PLACE))
+@pytest.mark.parametrize(("kind", "plant", "cause"), faults(adapter=IN_PLACE))
 def test_a_fault_in_the_runs_own_adapter_is_seen_although_the_reference_has_it_too(
-    plant: Callable[[Path, Finished], None], run: Finished, own_adapter: Path
+    kind: str, plant: Plant, cause: str, run: Finished, own_adapter: Path
 ):
     plant(own_adapter, run)
-    code, found = ask(run, "--against", "adapter")
+    code, found = ask(run, "--against", kind)
     assert (code, found["verdict"]) == (5, "differs")
-    assert IN_PLACE[plant] in found["cause"]
+    assert cause in found["cause"]
 
 
 def test_another_template_in_the_run_itself_is_told_from_the_trained_one(run: Finished, own_adapter: Path):
@@ -431,34 +382,6 @@ def test_another_template_in_the_run_itself_is_told_from_the_trained_one(run: Fi
     code, found = ask(run, "--against", "adapter")
     assert code == 5
     assert "is not the one of the training" in found["cause"]
-
-
-def add_bos(folder: Path, run: Finished) -> None:
-    path = folder / "tokenizer.json"
-    first, text = {"SpecialToken": {"id": "<pad>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    special = {"<pad>": {"id": "<pad>", "ids": [0], "tokens": ["<pad>"]}}
-    single = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text], "special_tokens": special}
-    change_json(path, post_processor=single)
-
-
-def use_other_base(folder: Path, run: Finished) -> None:
-    base = Path(shutil.copytree(run.cfg.model.name, folder.with_name("other-base")))
-    change_weights(base, lambda weights: weights["model.layers.0.mlp.up_proj.weight"].mul_(1.5))
-    change_json(folder / "adapter_config.json", base_model_name_or_path=str(base))
-
-
-@pytest.mark.parametrize(
-    ("kind", "plant", "cause"),
-    [("merged", add_bos, "tokenizer differs: of 'Hello"), ("adapter", use_other_base, "its base is ")],
-)
-def test_another_tokenizer_rule_and_another_base_are_named(
-    kind: str, plant: Any, cause: str, run: Finished, copied: Callable[[str], Path]
-):
-    folder = copied(kind)
-    plant(folder, run)
-    code, found = ask(run, "--served", str(folder))
-    assert code == 5
-    assert cause in found["cause"]
 
 
 def test_a_tied_head_that_was_saved_apart_is_named(inputs: Inputs, tmp_path: Path):
@@ -524,6 +447,13 @@ def test_what_cannot_be_held_against_a_run_is_refused(run: Finished, words: list
     assert what in json.loads(out.getvalue())["error"]["what"]
 
 
+def test_gguf_files_of_an_export_that_was_killed_are_not_taken(tmp_path: Path):
+    for name in (".export-gguf.part", "export-gguf"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run-f16.gguf").touch()
+    assert find_gguf_files(RunFolder(tmp_path)) == [tmp_path / "export-gguf" / "run-f16.gguf"]
+
+
 def test_report_and_card_say_which_engines_the_run_was_held_against(run: Finished):
     from sftplay.export.export import export
 
@@ -553,3 +483,20 @@ def test_a_run_of_plain_texts_is_asked_their_beginnings_and_keeps_its_bases_temp
     done = train(tmp_path, files, task_mode="cpt", train__learning_rate=0.05)
     code, found = ask(done, "--against", "adapter", "--n", "2")
     assert (code, found["cause"], found["prompts"]) == (0, None, "held-out")
+
+
+def test_vllm_is_asked_to_read_no_more_than_the_model_does(run: Finished, monkeypatch: pytest.MonkeyPatch):
+    merged = run.folder.path / "merged"
+    context = json.loads((merged / "config.json").read_text())["max_position_embeddings"]
+    asked = list[int]()
+
+    def build(*_: Any, max_model_len: int, **__: Any) -> None:
+        asked.append(max_model_len)
+        raise RunError("that is all")
+
+    monkeypatch.setattr(by_vllm, "build_server", build)
+    for tokens in (40, context - 8):
+        question = Question(0, None, "", list(range(tokens)))
+        with pytest.raises(RunError, match="that is all"):
+            by_vllm.answer_all(merged, [question], max_new_tokens=7, log_file=merged / "log")
+    assert asked == [40 + 7 + 16, context]

@@ -127,3 +127,9 @@ def test_a_model_that_the_server_does_not_have_is_refused_with_those_it_has(run:
         code, found = ask(run, "--engine", "vllm", "--url", url, "--name", "other")
     assert code == 2
     assert "name one of run" in found["error"]["fix"]
+
+
+def test_a_gguf_file_on_a_server_is_refused(run: Finished):  # noqa: F811
+    with serving(run.folder.path / "merged") as url:
+        code, found = ask(run, "--url", url, "--against", "gguf")
+    assert (code, found["error"]["where"]) == (2, "--against")

@@ -17,6 +17,9 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from sftplay import cli
+from sftplay.atomic import locked
+from sftplay.errors import ConfigError
+from sftplay.parity.running import checkpoint_as_run
 from sftplay.tasks.grpo import task
 from sftplay.train.eval_mode import random_numbers_kept
 
@@ -74,3 +77,14 @@ def test_the_newest_checkpoint_is_asked_while_the_run_goes_on(
     name = "adapter_model.safetensors" if mode == "lora" else "model.safetensors"
     saved, last = load_file(folder.checkpoints / "checkpoint-4" / name), load_file(run.folder.result / name)  # type: ignore[operator]
     assert any(not torch.equal(saved[key], last[key]) for key in saved)
+
+
+def test_what_a_killed_one_has_left_is_removed_and_what_another_holds_stays(inputs: Inputs, tmp_path: Path):
+    cfg, folder = new_run(tmp_path, inputs)
+    left, held = folder.path / ".parity-left", folder.path / ".parity-held"
+    for place in (left, held):
+        (place / "model").mkdir(parents=True)
+        (place / "model" / "model.safetensors").write_bytes(b"weights")
+    with locked(held, waits=False), pytest.raises(ConfigError), checkpoint_as_run(cfg, folder):
+        pass
+    assert [path.name for path in folder.path.glob(".parity-*")] == [held.name]

@@ -60,7 +60,9 @@ def test_rows_that_were_prepared_are_known_until_their_file_or_a_setting_changes
     assert known.mean == pytest.approx(report["sources"]["train"]["tokens"] / known.count)
     assert main(["plan", "--config", str(config)]) == 0
     assert f"rows of {known.longest} tokens, the longest of these files" in capsys.readouterr().out
-    assert known_lengths(load_config(config, ["model.max_seq_len=64"])) is None
+    (tmp_path / "terms.txt").write_text("aorta")
+    others = (["model.max_seq_len=64"], ["task_mode=kto"], [f"tuning.new_tokens.path={tmp_path}/terms.txt"])
+    assert [known_lengths(load_config(config, other)) for other in others] == [None, None, None]
     rows.write_text(rows.read_text() + rows.read_text().splitlines()[0] + "\n")
     assert known_lengths(load_config(config)) is None
 

@@ -112,15 +112,17 @@ def test_sampling_with_shared_prompts_takes_what_a_real_model_takes(prompt, comp
     assert beside <= sum(alone[name] for name in (CACHE, "layer", "head"))
 
 
-def test_random_numbers_for_the_whole_batch_as_a_gpu_draws_them_take_no_more_than_planned(monkeypatch):
+@pytest.mark.parametrize("at_a_time", [16, 4])
+def test_random_numbers_for_the_whole_batch_as_a_gpu_draws_them_take_no_more_than_planned(monkeypatch, at_a_time):
     monkeypatch.setattr(generate, "draws_one_by_one", lambda: False)
     model, shape = tiny(40_000)
     how = GenerationConfig(do_sample=True, max_new_tokens=4, top_k=0, pad_token_id=0, eos_token_id=None)
-    sampler = PromptSampler(AdaptiveBatches(16, "generation"), rows_per_prompt=4)
+    sampler = PromptSampler(AdaptiveBatches(at_a_time, "generation"), rows_per_prompt=4)
     sampler.usable = True
     with Beside(model) as live, torch.no_grad(), sampler.within(model):
         model.generate(**padded(16, 8), generation_config=how)
-    rollout = Rollout(completions=16, prompt_tokens=8, completion_tokens=4, micro_batch=1, group=4)
+    sizes = {"prompt_tokens": 8, "completion_tokens": 4, "micro_batch": 1, "group": 4, "drawn": 16}
+    rollout = Rollout(completions=at_a_time, **sizes)
     parts = estimate_rollout(shape, ON_CPU, rollout=rollout).phases[DRAW]
     assert live.peak <= sum(parts[name] for name in (CACHE, "layer", "head"))
 

@@ -47,6 +47,11 @@ def test_steps_are_the_rows_of_all_epochs_in_effective_batches_rounded_up(tmp_pa
     assert found.steps_reason == "20 rows, every row at full length"
 
 
+def test_epochs_are_the_decimal_number_that_was_written(tmp_path: Path):
+    # 1.1 of 100 rows are 110; in binary numbers they are 110.00000000000001, a step more.
+    assert estimate_workload(config(tmp_path, rows=100, epochs=1.1, effective_batch_size=10), setting()).steps == 11
+
+
 def test_operations_a_token_are_those_of_the_products_and_their_passes():
     # Forward, and the gradient of what goes in; frozen weights have no gradient of their own.
     assert flops_per_token(setting()) == 4 * PRODUCTS

@@ -138,6 +138,12 @@ def test_the_cost_of_all_attempts_is_shown_where_a_price_was_set(folder: RunFold
     assert "Cost 8.00 of 1 h 30 min, loading included" in page_of(folder).text
 
 
+def test_gpus_of_several_kinds_are_all_named(folder: RunFolder):
+    machine = {"gpus": [{"name": name} for name in ("H100", "H100", "A100")]}
+    folder.write_json("manifest.json", {**folder.read_json("manifest.json"), "machine": machine})
+    assert "Hardware 2 × H100, 1 × A100" in page_of(folder).text
+
+
 def test_config_values_that_were_set_are_shown_with_where(run: Finished):
     page = page_of(run.folder)
     home = run.folder.path.parents[1]

@@ -50,10 +50,12 @@ CHEATS = {
     "answer_tag": [
         "", "42", "<answer></answer>", "<answer>1</answer><answer>2</answer>", "42</answer>",
         "<answer>42</answer> or 43", "</answer>42<answer>", "<ANSWER>42</ANSWER>",
+        "<answer><answer>42</answer>", "<answer>" + "x " * 20_000 + "<answer>",
     ],
     "reasoning": [
         "", "42", "<think></think>42", "<think>a</think>", "a</think>42", "<think>a</think><think>b</think>42",
-        "so <think>a</think>42", "<think><think>a</think></think>42",
+        "so <think>a</think>42", "<think><think>a</think></think>42", "<think>a</think><think>b",
+        "<think>a</think>" + "x " * 20_000 + "</think><think>",
     ],
     "hashes": ["", "42", "####", "#### ", "#### 42\nmore", "#### 1\n#### 2", "### 42", "####\n42", "#### #### 42"],
     "syntax": [
@@ -150,7 +152,5 @@ def test_a_chat_s_completion_is_its_last_message():
     assert read_text([]) == read_text([{"role": "assistant", "content": None}]) == ""
 
 
-def test_a_schema_may_differ_by_row_and_be_text():
-    schemas = [json.dumps({"type": "integer"}), {"type": "string"}]
-    assert fits_schema(["3", '"a"'], schema=schemas) == [1, 1]
-    assert fits_schema(['"a"', "3"], schema=schemas) == [0, 0]
+def test_a_schema_may_be_text():
+    assert fits_schema(["3", '"a"'], schema=json.dumps({"type": "integer"})) == [1, 0]

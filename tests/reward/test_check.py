@@ -159,6 +159,15 @@ def test_a_run_that_would_learn_from_such_a_reward_does_not_begin(tmp_path, user
     assert main(["train", "--config", path, *small, "--dry-run"]) == 0
 
 
+def test_a_column_that_no_row_has_is_missed_also_where_nothing_can_be_tried():
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    for use, column in (("code_tests", "tests"), ("exact_match", "answer")):
+        rewards = [{"name": "it", "use": use}]
+        cfg = RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": rewards})
+        with pytest.raises(DataError, match=f"the reward it reads the column {column}, which no row has"):
+            check_before_training(cfg, rows, rewards=None)
+
+
 def test_what_is_only_measured_or_judges_form_does_not_stop_a_run(user, capsys):
     form = {"name": "brief", "use": f"{user}:is_short", "judges": "form"}
     measured = {"name": "constant", "use": f"{user}:constant", "weight": 0}
@@ -191,6 +200,8 @@ def test_rows_and_rewards_that_do_not_fit_are_refused(tmp_path, capsys, rewards,
         ({"use": "repetition", "options": {"words": 0}}, "words of the reward repetition is 0\n.*1 or more"),
         ({"use": "regex", "options": {"pattern": "("}}, r"pattern of the reward regex is '\('\n.*unterminated"),
         ({"use": "json_schema", "options": {"schema": {"type": "objct"}}}, "\n.*'objct' is not valid"),
+        ({"use": "json_schema", "options": {"schema": "{"}}, "\n.*it is no JSON schema"),
+        ({"use": "json_schema", "options": {"schema": [{"type": "object"}]}}, "schema of the reward json_schema is"),
     ],
 )
 def test_a_wrong_name_is_refused_before_anything_runs(tmp_path, capsys, reward, said):

@@ -51,6 +51,14 @@ def starts_another(completions, pid_file, **_):
     open(pid_file[0], "w").write(str(pid))
     return [1.0] * len(completions)
 
+def starts_a_session(completions, pid_file, **_):
+    import subprocess
+    open(pid_file[0], "w").write(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
+    return [1.0] * len(completions)
+
+def asks(completions, **_):
+    return [float(os.environ["JUDGE_API_KEY"])] * len(completions)
+
 def number(completions, **_):
     return 1.0
 
@@ -124,13 +132,25 @@ def test_a_function_that_forks_answers_each_call_once(user, tmp_path):
         wait_until(lambda: not is_alive(forked))  # noqa: B023 - whatever it would have said is said
 
 
-def test_what_a_function_starts_ends_with_it(user, tmp_path):
-    call = user("starts_another")
+@pytest.mark.parametrize("name", ["starts_another", "starts_a_session"])
+def test_what_a_function_starts_ends_with_it(user, tmp_path, name):
+    call = user(name)
     assert call(["a"], pid_file=[str(tmp_path / "pid")]).values == [1.0]
     pid = int((tmp_path / "pid").read_text())
     call.close()
     wait_until(lambda: not is_alive(pid))
     assert call._process is None
+
+
+def test_secrets_of_the_run_reach_a_function_only_where_they_are_passed_to_it(user, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "0.5")
+    call = user("asks")
+    (reason,) = call(["a"]).reasons
+    assert "JUDGE_API_KEY" in reason
+    assert "SFTPLAY_PASS_JUDGE_API_KEY" in reason
+    call.close()
+    monkeypatch.setenv("SFTPLAY_PASS_JUDGE_API_KEY", "0.25")
+    assert call(["a"]).values == [0.25]
 
 
 def test_a_column_replaces_no_option_and_no_completion(tmp_path):

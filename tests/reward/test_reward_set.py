@@ -134,6 +134,7 @@ def test_one_answer_in_twenty_may_be_unknown_and_one_more_stops():
         ("raised ValueError: no", "mend the function"),
         ("took longer than 0.5 s", "raise rewards.odd.deadline"),
         ("the sandbox failed: no box", "--self-test"),
+        ("the environment failed: step took longer than 10 s", "grpo.step_deadline"),
     ],
 )
 def test_a_reward_that_fails_stops_the_run_by_name_with_its_remedy(reason, remedy):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.config.keys import all_keys, general_key
-from sftplay.config.kits.rows import READERS, convert_rows, convert_template, find_shipped
+from sftplay.config.kits.rows import READERS, find_shipped
 from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, find_file, is_off, write, write_precision
 from sftplay.config.resolved import flow
 
@@ -331,27 +331,3 @@ def convert_tracker(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         return write(to, here[0] if len(here) == 1 else here)
     missing = ", ".join(name for name in names if name not in here)
     return Answer("not_offered", to, f"{missing}: not installed here; pip install it, then name it in {to}")
-
-
-CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
-    "batch": convert_batch,
-    "steps": convert_steps,
-    "above_one": convert_above_one,
-    "warmup": convert_warmup,
-    "held_out": convert_held_out,
-    "precision": convert_precision,
-    "targets": convert_targets,
-    "names": convert_names,
-    "mode": convert_mode,
-    "deepspeed": convert_deepspeed,
-    "fsdp": convert_fsdp,
-    "tuning": convert_tuning,
-    "packing": convert_packing,
-    "listed": convert_listed,
-    "column": convert_column,
-    "rewards": convert_rewards,
-    "best": convert_best,
-    "tracker": convert_tracker,
-    "template": convert_template,
-    "rows": convert_rows,
-}

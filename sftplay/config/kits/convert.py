@@ -16,20 +16,17 @@ import yaml
 
 from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.keys import general_key
-from sftplay.config.kits.switches import CONVERSIONS
+from sftplay.config.kits.switches import follow
 from sftplay.config.kits.table import (
     EMPTY,
     Answer,
     Foreign,
     Kit,
     Leaf,
-    Rule,
-    Verdict,
-    as_number,
     is_off,
     read_kits,
-    write,
 )
+from sftplay.config.layers import walk
 from sftplay.config.load import examine_config
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError, nearest_names, without_secrets
@@ -159,7 +156,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         what = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"is not YAML: {what}", where=where, fix="correct the file there") from None
     try:  # aliases can make a small file endless
-        is_endless = len(list(islice(_values(tree), 10 * MOST_LEAVES + 1))) > 10 * MOST_LEAVES
+        is_endless = len(list(islice(walk(tree), 10 * MOST_LEAVES + 1))) > 10 * MOST_LEAVES
         is_endless = is_endless or len(list(islice(list_leaves(tree), MOST_LEAVES + 1))) > MOST_LEAVES
         tree = None if is_endless else _plain(tree)
     except RecursionError:
@@ -169,13 +166,6 @@ def read_tree(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict) or not tree:
         raise ConfigError("holds no keys with values", where=str(path), fix="name a YAML config with IN=FILE")
     return tree
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """Yield the value and every value in it."""
-    yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _values(inner)
 
 
 def _plain(value: Any) -> Any:
@@ -274,7 +264,7 @@ def find_answer(leaf: Leaf, foreign: Foreign) -> Answer:
     if found == EMPTY and not is_off(kit, key, leaf.value):
         return Answer("not_offered", None, f"is no block of keys, as {kit.title} has it here")
     if part == "rules":
-        answer = _follow(leaf, rule if isinstance(rule, Mapping) else {"to": rule}, foreign)
+        answer = follow(leaf, rule if isinstance(rule, Mapping) else {"to": rule}, foreign)
         if any(isinstance(value, str) and OPEN.search(value) for value in answer.values.values()):
             why = "; ".join(filter(None, (answer.why, "${...} is not replaced here: write its value")))
             answer = replace(answer, why=why, differs=True)
@@ -284,24 +274,3 @@ def find_answer(leaf: Leaf, foreign: Foreign) -> Answer:
         return Answer("no_effect", None, "it is off, as it is here")
     became, _, why = rule.partition(": ") if part == "auto" else (None, "", rule)
     return Answer(part, became, why)  # type: ignore[arg-type]
-
-
-def _follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    if "by" in rule:
-        return CONVERSIONS[rule["by"]](leaf, rule, foreign)
-    to, why, value, differs = rule["to"], rule.get("why", ""), as_number(leaf.value), rule.get("differs", False)
-    if "first" in rule and foreign.get(rule["first"]) is not None:
-        return Answer("no_effect", None, f"{rule['first']} decides")
-    choices = {there if str(there)[:1] == "[" else flow(there): here for there, here in rule.get("values", {}).items()}
-    shown = flow(leaf.value)
-    if shown in choices:
-        here = choices[shown]
-        if here is None:
-            return Answer("no_effect", None, why or "it says nothing here")
-        verdict: Verdict = rule.get("verdict", "translated") if here == "auto" else "translated"
-        return write(to, here, why, differs=differs, verdict=verdict)
-    if "otherwise" in rule:
-        nearest = rule.get("nearest")
-        nearest = nearest.get(shown, nearest.get("*")) if isinstance(nearest, Mapping) else nearest
-        return Answer("not_offered", to if nearest else None, rule["otherwise"], {to: nearest} if nearest else {})
-    return write(to, value, "" if choices else why, differs=differs)

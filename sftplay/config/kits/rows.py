@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, Verdict, find_file, is_off, write
+from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, Verdict, as_number, find_file, is_off, write
 from sftplay.places import ROOT, shipped
 
 ALPACA = "configs/templates/alpaca.jinja"
@@ -125,6 +126,7 @@ def combine(sets: Sequence[DataSet]) -> tuple[dict[str, Any], str, bool]:
         entries.append({"name": name, "path": one.path, "type": kind, "weight": weight})
     values |= {"datasets": entries, "cpt.weights_of": "examples"}
     shares = "shares by their rows" if is_counted else "equal shares, as the sizes are not known here: set weight"
+    shares = "the shares that it names" if all(one.weight for one in sets) else shares
     why = f"several sets are mixed as full blocks ({shares}); for rows put them into one file, with task_mode sft"
     why += "" if is_alike else "; their columns differ: give them the same names"
     why += (
@@ -139,11 +141,18 @@ def count_rows(path: str) -> int:
     if file is None or file.suffix not in (".json", ".jsonl"):
         return 0
     try:
-        text = file.read_text(encoding="utf-8")
-        rows = json.loads(text) if file.suffix == ".json" and text.lstrip().startswith("[") else text.splitlines()
-    except ValueError:
+        with file.open("rb") as stream:
+            if stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                stream.seek(0)
+                return len([row for row in json.load(stream) if row])
+            stream.seek(0)
+            lines = [line.strip()[:1] for line in stream if line.strip()]
+    except (OSError, ValueError, RecursionError):
         return 0
-    return len([row for row in rows if row])
+    is_document = file.suffix == ".json" and (
+        len(lines) < 2 or set(lines) != {b"{"}
+    )  # an object, whose rows lie inside
+    return 0 if is_document else len(lines)
 
 
 def read_axolotl(key: str, foreign: Foreign) -> list[DataSet]:
@@ -331,10 +340,12 @@ def read_llamafactory(key: str, foreign: Foreign) -> list[DataSet]:
         known = {}
     known = known if isinstance(known, dict) else {}
     root = file.parent if file else Path(folder)
-    shares = str(foreign.get("interleave_probs") or "").split(",")
     sets = [_llamafactory_set(name, known, root, foreign) for name in names]
-    for one, share in zip(sets, shares, strict=False):
-        one.weight = float(share) if re.fullmatch(r"\s*[\d.]+\s*", share) else None
+    if str(foreign.get("mix_strategy")).startswith("interleave"):  # else its shares are not read
+        shares = [as_number(share.strip()) for share in str(foreign.get("interleave_probs") or "").split(",")]
+        is_each = len(shares) == len(sets) and all(isinstance(share, int | float) and share > 0 for share in shares)
+        for one, share in zip(sets, shares if is_each else [1] * len(sets), strict=True):
+            one.weight = float(share)
     reasons = [answer for one in sets for answer in one.answers.values()]
     whole = next((answer for answer in reasons if answer.refuses), None)
     said = "; ".join(dict.fromkeys(answer.why for answer in reasons if answer.why))

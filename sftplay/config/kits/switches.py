@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.kits import conversions
-from sftplay.config.kits.table import Answer, Foreign, Leaf, Rule, as_number, find_file, write, write_precision
+from sftplay.config.kits import conversions, rows
+from sftplay.config.kits.table import (
+    Answer,
+    Foreign,
+    Leaf,
+    Rule,
+    Verdict,
+    as_number,
+    find_file,
+    write,
+    write_precision,
+)
 from sftplay.config.resolved import flow
-
-
-def follow_value(leaf: Leaf, rule: Rule) -> Answer:
-    """Return the answer of a rule that has `values`, or none: the value as it is."""
-    choices = {flow(there): here for there, here in rule.get("values", {}).items()}
-    shown, why = flow(leaf.value), rule.get("why", "")
-    if shown in choices:
-        here = choices[shown]
-        return Answer("no_effect", None, why or "says nothing here") if here is None else write(rule["to"], here, why)
-    if "otherwise" in rule:
-        nearest = rule.get("nearest")
-        values = {rule["to"]: nearest} if nearest is not None else {}
-        return Answer("not_offered", rule["to"] if values else None, rule["otherwise"], values)
-    return write(rule["to"], as_number(leaf.value), why)
 
 
 def convert_either(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -47,8 +43,29 @@ def convert_either(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def follow(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """Return the answer of a rule within a rule."""
-    return CONVERSIONS[rule["by"]](leaf, rule, foreign) if "by" in rule else follow_value(leaf, rule)
+    """Return the answer of a rule, or of one within a rule."""
+    return CONVERSIONS[rule["by"]](leaf, rule, foreign) if "by" in rule else follow_value(leaf, rule, foreign)
+
+
+def follow_value(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
+    """Return the answer of a rule that has `values`, or none: the value as it is."""
+    to, why, differs = rule["to"], rule.get("why", ""), rule.get("differs", False)
+    if "first" in rule and foreign.get(rule["first"]) is not None:
+        return Answer("no_effect", None, f"{rule['first']} decides")
+    choices = {there if str(there)[:1] == "[" else flow(there): here for there, here in rule.get("values", {}).items()}
+    shown = flow(leaf.value)
+    if shown in choices:
+        here = choices[shown]
+        if here is None:
+            return Answer("no_effect", None, why or "it says nothing here")
+        verdict: Verdict = rule.get("verdict", "translated") if here == "auto" else "translated"
+        return write(to, here, why, differs=differs, verdict=verdict)
+    if "otherwise" in rule:
+        nearest = rule.get("nearest")
+        nearest = nearest.get(shown, nearest.get("*")) if isinstance(nearest, Mapping) else nearest
+        values = {} if nearest is None else {to: nearest}
+        return Answer("not_offered", to if values else None, rule["otherwise"], values)
+    return write(to, as_number(leaf.value), "" if choices else why, differs=differs)
 
 
 def convert_number_format(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -121,7 +138,7 @@ def convert_vllm(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     belongs = {"grpo.vllm.url": "vllm_server", "grpo.vllm.timeout": "vllm_server", "grpo.vllm.tensor_parallel": kind}
     if belongs.get(to, "vllm_colocate") != kind:
         return Answer("no_effect", None, f"grpo.generation is {kind}")
-    return follow_value(leaf, rule)
+    return follow_value(leaf, rule, foreign)
 
 
 def convert_known_rewards(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -259,22 +276,9 @@ def convert_rank(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 CONVERSIONS: dict[str, Callable[[Leaf, Rule, Foreign], Answer]] = {
-    **conversions.CONVERSIONS,
-    "either": convert_either,
-    "number_format": convert_number_format,
-    "sampling": convert_sampling,
-    "pairs": convert_pairs,
-    "pair_loss": convert_pair_loss,
-    "vllm": convert_vllm,
-    "known_rewards": convert_known_rewards,
-    "completion": convert_completion,
-    "rollout": convert_rollout,
-    "ratio": convert_ratio,
-    "product": convert_product,
-    "rank": convert_rank,
-    "filled": convert_filled,
-    "only": convert_only,
-    "entries": convert_entries,
-    "without": convert_without,
-    "text": convert_text,
+    name.removeprefix("convert_"): function
+    for known in (vars(rows), vars(conversions), globals())
+    for name, function in known.items()
+    if name.startswith("convert_")
 }
+"""What a rule names with `by`: every function of this folder by its name behind `convert_`."""

@@ -22,7 +22,7 @@ from sftplay.data.pipeline import describe_rows, sample_records
 from sftplay.data.records import Chat, chat_from_json
 from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.render.templates import resolve_template
-from sftplay.data.row_outcomes import SIDES, Side
+from sftplay.data.row_outcomes import SIDES, Side, account_line
 from sftplay.data.tokenize import REFUSED, Input, Preparation
 
 STORE_VERSION = 1  # to be raised when the same tokens lie in a store in another way; older stores are then not used
@@ -36,7 +36,7 @@ class SourceJob:
     recipe: Recipe
     max_tokens: int | None  # of a chat; None for documents, which are kept whole
     inputs: tuple[Input, ...]
-    guarded: tuple[str, ...]  # files with rows that must not be trained on
+    guarded: tuple[Input, ...]  # what they hold out must not be trained on
     digests: dict[str, str]  # of all files it reads
     id_bytes: int
     only_held_out: bool  # rows to train on are left out, because the source has weight 0
@@ -93,9 +93,15 @@ def list_source_jobs(cfg: RunConfig, tokenizer: Any, *, renderers: Mapping[Sourc
         inputs: tuple[Input, ...] = (Input(source.path, held_out_share(cfg, source)),)
         if source.val_path:
             inputs = Input(source.path, 0.0), Input(source.val_path, 1.0)
-        # Test rows, and held-out rows of other sources of the type, must not be trained on here either.
-        foreign = [cfg.data.test_path, *(other.val_path for other in cfg.sources if other.type == source.type)]
-        guarded = tuple(dict.fromkeys(path for path in foreign if path and path != source.val_path))
+        # Test rows, and held-out rows of other sources of the type, must not be trained on here either. What others
+        # split off by a share that is not larger is held out here too: the same hash decides.
+        others = [other for other in cfg.sources if other.type == source.type]
+        files = [cfg.data.test_path, *(other.val_path for other in others)]
+        known = [Input(path, 1.0) for path in files if path and path != source.val_path]
+        if source.weight:
+            shares = ((other.path, held_out_share(cfg, other)) for other in others if not other.val_path)
+            known += [Input(path, share) for path, share in shares if share > inputs[0].share]
+        guarded = tuple(dict.fromkeys(known))
         jobs.append(
             SourceJob(
                 data=select_data_config(cfg, source.type),
@@ -103,7 +109,7 @@ def list_source_jobs(cfg: RunConfig, tokenizer: Any, *, renderers: Mapping[Sourc
                 max_tokens=cfg.row_tokens if source.type == "chat" else None,
                 inputs=inputs,
                 guarded=guarded,
-                digests={path: digests[path] for path in (*(given.path for given in inputs), *guarded)},
+                digests={given.path: digests[given.path] for given in (*inputs, *guarded)},
                 id_bytes=id_bytes,
                 only_held_out=source.weight == 0,
             )
@@ -175,10 +181,7 @@ def mixture_report(
 
 def mixture_table(report: Mapping[str, Any]) -> str:
     """Format the report for people."""
-    lines = [
-        f"data report      {report['read']:,} read = {report['kept']:,} kept + {report['cut']:,} cut"
-        f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
-    ]
+    lines = [account_line(report)]
     for name, source in report["sources"].items():
         held_out = source["held_out"]
         planned = f"read {source['planned_epochs']:.2f} times in {source['planned_rows']:,} rows"

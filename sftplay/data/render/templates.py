@@ -38,15 +38,15 @@ _clock = _Clock()
 
 
 @contextmanager
-def limited(seconds: float | None = None) -> Iterator[None]:
-    """Make `tick` raise inside the block once this much time is used, ROW_S by default. An outer limit stays in force.
+def limited() -> Iterator[None]:
+    """Make `tick` raise inside the block once ROW_S seconds are used. An outer limit stays in force.
     Raise DataError where the time is used.
     """
     if _clock.deadline:
         check()
         yield
         return
-    _clock.deadline = time.thread_time() + (ROW_S if seconds is None else seconds)
+    _clock.deadline = time.thread_time() + ROW_S
     try:
         yield
     finally:

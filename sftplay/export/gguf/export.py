@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
+from sftplay.atomic import check_target
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export.export import Redactor, load_whole, public_run, write_json, write_records
 from sftplay.export.merge import save_whole, size_bytes, write_folder
 from sftplay.export.model_card import write_card
-from sftplay.export.target import check_target
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.tokenizer import end_token_ids
+from sftplay.model.tokenizer import end_token_ids, shipped_end_ids
 
 PARITY = "parity.json"
 
@@ -190,9 +190,9 @@ def _make_modelfile(model: Any, tokenizer: Any, *, cfg: RunConfig, file: Path) -
     from sftplay.export.gguf.modelfile import write_modelfile
 
     adds = gguf.GGUFReader(file).get_field(gguf.Keys.Tokenizer.ADD_BOS)
-    ends = model.generation_config.eos_token_id
-    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    # As text: a vocabulary of bytes has other letters for a line's end.
+    ends = [tokenizer.decode([end]) for end in shipped_end_ids(model.generation_config)]
     return write_modelfile(
-        file.name, tokenizer, adds_bos=bool(adds and adds.contents()), end_tokens=tokenizer.convert_ids_to_tokens(ids),
+        file.name, tokenizer, adds_bos=bool(adds and adds.contents()), end_tokens=ends,
         system=cfg.data.system or "", sampling=model.generation_config.to_dict(),
     )  # fmt: skip

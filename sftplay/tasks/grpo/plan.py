@@ -88,6 +88,7 @@ class Rollout:
 
     scores_first: bool = False  # True where probabilities under older or frozen weights are computed before the update
     group: int = 1  # completions of a prompt, for which it is computed once
+    drawn: int = 0  # completions that get their random numbers at once, however few are sampled at a time
     limits_probability: bool = False  # True where the likeliest tokens are sorted out (top_p below 1)
     engine: Literal["transformers", "continuous", "vllm_colocate", "vllm_server"] = "transformers"
     engine_bytes: int = 0  # the part of the card that vLLM takes (vllm_colocate)
@@ -207,10 +208,12 @@ def newest_token(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout,
     rounded = _count_rounded(shape, execution)
     # A layer's keys are copied as they grow. One query a head reads keys that heads share (transformers, `pack_gqa`).
     grown = number * rollout.tokens * _keys_bytes(shape, execution)
+    # A GPU draws the numbers of all rows of a call; those of the rows at work are then a copy (`generate.Noise`).
+    noise = rollout.drawn * shape.vocab * FP32 if rollout.group > 1 and rollout.drawn > number else 0
     late = {
         CACHE: float(cache_bytes(shape, execution, completions=number, tokens=rollout.tokens)),
         "layer": float(grown),
-        "head": float(number * shape.vocab * score_bytes) + rounded,
+        "head": float(number * shape.vocab * score_bytes + noise) + rounded,
     }
     early = {
         CACHE: float(cache_bytes(shape, execution, completions=1, tokens=number * (prompt + room) + copied)),
@@ -425,6 +428,7 @@ class GrpoPlan(TaskSizing, TaskReport):
             continues_adapter=cfg.model.adapter is not None,
             scores_first=outlive or grpo.beta > 0 or grpo.generation.startswith("vllm"),
             group=grpo.num_generations if grpo.generation == "transformers" else 1,
+            drawn=count_batch_completions(cfg) // hardware.world_size if hardware.device.is_gpu else 0,
             limits_probability=grpo.top_p < 1,
             engine=grpo.generation,
             engine_bytes=engine_bytes,

@@ -26,8 +26,8 @@ from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.code_rewards import NO_CODE, How
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, aligned, combined
 from sftplay.reward.table import RewardValues
+from sftplay.reward.text_rewards import overlong_penalty
 from sftplay.sandbox.boxes.job import Status
-from sftplay.tasks.grpo.variants import overlong_penalty
 from sftplay.train.metrics import Observer
 
 
@@ -69,19 +69,16 @@ class ScoredBatch:
     @classmethod
     def concatenate(cls, parts: Sequence[ScoredBatch]) -> ScoredBatch:
         """Concatenate the batches of all ranks, in rank order."""
-        return replace(
-            parts[0],
-            rows=[row for part in parts for row in part.rows],
-            completions=[text for part in parts for text in part.completions],
-            rewards=BatchRewards.concatenate([part.rewards for part in parts]),
-            prompts=[text for part in parts for text in part.prompts],
-            records=[record for part in parts for record in part.records],
-            lengths=[length for part in parts for length in part.lengths],
-            control=None if parts[0].control is None else [value for part in parts for value in part.control or ()],
-            penalties=None
-            if parts[0].penalties is None
-            else [value for part in parts for value in part.penalties or ()],
-        )
+        columns: dict[str, Any] = {
+            name: [value for part in parts for value in getattr(part, name)] for name in parts[0].columns
+        }
+        return replace(parts[0], **columns, rewards=BatchRewards.concatenate([part.rewards for part in parts]))
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the fields with a value for each completion; some are empty where nothing is known of them."""
+        names = ("rows", "completions", "prompts", "records", "lengths", "control", "penalties")
+        return [name for name in names if getattr(self, name) is not None]
 
     @cached_property
     def true_rewards(self) -> list[float | None]:
@@ -213,8 +210,8 @@ class RewardScorer:
             rewards = abstain_where_failed(rewards, records)
             penalties = control = None
             if self._buffer is not None and self._control is None:
-                most, buffer = self._most_tokens, self._buffer
-                penalties = [overlong_penalty(len(ids), most=most, buffer=buffer) for ids in completion_ids]
+                most, soft = self._most_tokens, self._buffer
+                penalties = [overlong_penalty(len(ids), most=most, soft=soft) for ids in completion_ids]
             if self._control is not None:  # random numbers come from torch, whose state a checkpoint keeps
                 n = len(completions)
                 control = [1.0] * n if self._control == "constant" else torch.rand(n).tolist()
@@ -486,14 +483,7 @@ def replace_rows(batch: ScoredBatch, part: ScoredBatch, *, places: Sequence[int]
         for name, column in batch.rewards.by_name.items()
     }
     rewards = replace(batch.rewards, by_name=by_name, verdicts=merge(batch.rewards.verdicts, part.rewards.verdicts))
-    return replace(
-        batch,
-        rows=merge(batch.rows, part.rows),
-        completions=merge(batch.completions, part.completions),
-        prompts=merge(batch.prompts, part.prompts) if batch.prompts else [],
-        records=merge(batch.records, part.records) if batch.records else [],
-        lengths=merge(batch.lengths, part.lengths) if batch.lengths else [],
-        rewards=rewards,
-        control=None if batch.control is None else merge(batch.control, part.control or []),
-        penalties=None if batch.penalties is None else merge(batch.penalties, part.penalties or []),
-    )
+    columns: dict[str, Any] = {
+        name: merge(getattr(batch, name), getattr(part, name)) for name in batch.columns if getattr(batch, name)
+    }
+    return replace(batch, **columns, rewards=rewards)

@@ -13,13 +13,14 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import prepare_prompts, prompts_table
 from sftplay.environments.processes import EnvironmentSpec, describe_tools
-from sftplay.environments.rollouts import Rollouts
+from sftplay.environments.rollouts import Rollouts, prove_dialogue
 from sftplay.evaluate.evaluate import evenly_spaced
 from sftplay.evaluate.rewarded import evaluate_prompts
 from sftplay.launch.generation_server import DEFAULT_URL, URL
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
 from sftplay.machine.releases import page_argument
+from sftplay.model.tokenizer import shipped_end_ids
 from sftplay.tasks.grpo.sampling import PromptRows, SamplingMixin, find_run_order
 from sftplay.tasks.grpo.scoring import KeepDraws, RewardScorer
 from sftplay.tasks.grpo.variants import variant_arguments
@@ -103,8 +104,12 @@ class PromptTrainer(SamplingMixin, GRPOTrainer):
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
-    """Load the prompts in `cfg.data`, and set the tokenizer's chat template. Raise DataError where none is left."""
-    prompts = prepare_prompts(cfg, tokenizer, called="prompts", tools=describe_tools(EnvironmentSpec.from_config(cfg)))
+    """Load the prompts in `cfg.data`, and set the tokenizer's chat template. Raise DataError where none is left, or the
+    template is refused for turns: before a model is opened."""
+    spec = EnvironmentSpec.from_config(cfg)
+    prompts = prepare_prompts(cfg, tokenizer, called="prompts", tools=describe_tools(spec))
+    if spec is not None:
+        prove_dialogue(cfg, prompts)
     order, known = find_run_order(cfg, prompts)
     return Rows(
         train=PromptRows(prompts.train, order),
@@ -132,9 +137,7 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
     avoid_triton()
     cfg, scorer = parts.cfg, RewardScorer(parts.cfg, parts.rows.report["columns"])
     # Completions also end with the chat template's end tokens. TRL reads them from the model's generation config.
-    model_ends = parts.model.generation_config.eos_token_id or []
-    model_ends = [model_ends] if isinstance(model_ends, int) else model_ends
-    ends = sorted({*parts.rows.source.renderer.end_token_ids, *model_ends})
+    ends = sorted({*parts.rows.source.renderer.end_token_ids, *shipped_end_ids(parts.model.generation_config)})
     parts.model.generation_config.eos_token_id = ends
     arguments = {**parts.arguments, **grpo_arguments(cfg)}
     if cfg.grpo.generation.startswith("vllm"):  # vLLM reads its own copy of the model's generation config
@@ -169,7 +172,7 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
             evenly_spaced(parts.rows.source.held_out, cfg.eval.limit),
             scorer=scorer,
             folder=parts.folder.eval,
-            every_steps=cfg.train.eval_steps or parts.rows.order.steps_per_epoch,
+            every=cfg.train.eval_steps or parts.rows.order.steps_per_epoch,
             prompt_version=parts.rows.source.renderer.template_hash,
         )
         trainer.add_callback(evaluation)

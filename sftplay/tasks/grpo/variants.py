@@ -51,15 +51,6 @@ def variant_arguments(cfg: RunConfig) -> dict[str, Any]:
     return arguments
 
 
-def overlong_penalty(tokens: int, *, most: int, buffer: int) -> float:
-    """Return the penalty for a completion of so many tokens: DAPO, arXiv 2503.14476, eq. 13.
-
-    >>> [overlong_penalty(tokens, most=8, buffer=4) for tokens in (4, 5, 8, 9)]
-    [0.0, -0.25, -1.0, -1.0]
-    """
-    return max(-1.0, min(0.0, (most - buffer - tokens) / buffer))
-
-
 def correction_ratio(
     old: Tensor, sampled: Tensor, mask: Tensor, *, mode: str, low: float | None, high: float
 ) -> Tensor:

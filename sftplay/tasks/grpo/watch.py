@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from sftplay.evaluate.rewarded import (
     content_rewards,
     format_summary,
     reward_answers,
-    write_evaluation,
 )
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
@@ -36,67 +34,52 @@ from sftplay.tasks.grpo.rollouts import replaced_attributes
 from sftplay.tasks.grpo.scoring import RewardScorer
 from sftplay.tasks.grpo.turns import Tokens, count_sampled, read_records
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
-from sftplay.train.metrics import Observer
+from sftplay.train.metrics import EvaluateAtSteps, Observer
 
 GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 """All values are given: a missing one comes from the generation config that was shipped with the model."""
 
 
-class EvaluatePrompts(Observer):
-    """Writes eval/step-N.json and .jsonl, and adds the figures to the next line of metrics.
+class EvaluatePrompts(EvaluateAtSteps):
+    """Answers held-out prompts greedily, also at the start, and scores the answers."""
 
-    Existing files are kept: after a resume no step is evaluated twice.
-    """
-
-    trainer: Any  # TRL's GRPOTrainer with the kit's parts
+    prefix, logs_start = "held_out_", False  # the first line of metrics is that of step 1
 
     def __init__(
         self, cfg: RunConfig, questions: Sequence[Question], *,
-        scorer: RewardScorer, folder: Path, every_steps: int, prompt_version: str,
+        scorer: RewardScorer, folder: Path, every: int, prompt_version: str,
     ) -> None:  # fmt: skip
-        """`folder` is the run's eval/; `every_steps` the steps between two evaluations."""
-        self.cfg, self.questions, self.scorer = cfg, questions, scorer
-        self.folder, self.every_steps, self.prompt_version = folder, every_steps, prompt_version
+        super().__init__(cfg, questions, folder=folder, every=every)
+        self.scorer, self.prompt_version = scorer, prompt_version
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 0:
             self.evaluate(0)
 
     def measures_at(self, step: int, state: Any) -> bool:
-        return step % self.every_steps == 0 or step >= state.max_steps
+        return step == 0 or super().measures_at(step, state)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.measures_at(state.global_step, state):
-            control.should_log = True  # a line for the figures
-            self.evaluate(state.global_step)
-
-    def evaluate(self, step: int) -> None:
-        """Answer all questions and score the answers, once per step. Every rank must call it."""
-        path, trainer = self.folder / f"step-{step}.json", self.trainer
-        if gather_objects(path.exists())[0]:
-            return
-        began = time.monotonic()
-        with random_numbers_kept(), trainer.heartbeat.within("evaluation"):
+    def measure(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        with random_numbers_kept(), self.trainer.heartbeat.within("evaluation"):
             shares = gather_objects(self._score_share())
         by_row = {answer.asked.row: answer for share in shares for answer in share}
-        answers = [by_row[row] for row in sorted(by_row)]
-        figures = {"step": step, **compute_figures(answers, rewards=self.cfg.rewards)}
+        answers, rewards = [by_row[row] for row in sorted(by_row)], self.cfg.rewards
+        figures = compute_figures(answers, rewards=rewards)
         figures |= {"prompt_version": self.prompt_version, "executor": self.scorer.rewards.executor}
-        figures["seconds"] = round(time.monotonic() - began, 3)
-        if log.is_main():
-            write_evaluation(path, figures=figures, answers=answers, rewards=self.cfg.rewards)
-        if step:  # the first line of metrics is that of step 1
-            trainer.held_out_figures = {f"held_out_{key}": figures[key] for key in ("reward", PASS) if key in figures}
-        log.say(f"step {step}/{trainer.state.max_steps}  held-out {format_summary(figures)}", "eval")
+        content = content_rewards(rewards)
+        return figures, [answer.as_json(content) for answer in answers]
+
+    def summarize(self, figures: dict[str, Any]) -> tuple[dict[str, float], str]:
+        return {key: figures[key] for key in ("reward", PASS) if key in figures}, f"held-out {format_summary(figures)}"
 
     def _score_share(self) -> list[Rewarded]:
         """Answer and score this rank's share of the questions.
 
         All ranks have equally many questions and batches, so a question may be answered twice.
         """
-        n, world, trainer = len(self.questions), log.world_size(), self.trainer
+        n, world, trainer = len(self.rows), log.world_size(), self.trainer
         numbers = range(log.rank(), ceil(n / world) * world, world)
-        share = sorted((self.questions[number % n] for number in numbers), key=lambda question: len(question.ids))
+        share = sorted((self.rows[number % n] for number in numbers), key=lambda question: len(question.ids))
         with eval_mode(trainer.model_wrapped), greedy_generation(trainer), trainer.accelerator.autocast():
             tokens = trainer._generate_single_turn(list(map(Tokens, share)), None, {}, 1)[0]
         records = read_records(tokens)

@@ -10,12 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from sftplay.config.run import RunConfig
-from sftplay.errors import DataError
-from sftplay.evaluate.evaluate import ready_to_answer
+from sftplay.evaluate.evaluate import figures_table, ready_to_answer
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result, load_untrained
-from sftplay.tasks.preference import load_pairs
-from sftplay.tasks.preference.measuring import figures_table, measure, read_held_out
+from sftplay.tasks.preference.load_pairs import Pairs, load_measured
+from sftplay.tasks.preference.measuring import measure, read_held_out
 from sftplay.tasks.preference.reference import FILE, ReferenceKind, compute_logps, find_shares, open_reference
 from sftplay.tasks.preference.spec import uses_reference
 
@@ -29,13 +28,7 @@ def measure_finished(
     `template` is the text of the run's chat template.
     Raise DataError where nothing is held out.
     """
-    if split == "test":
-        test = str(cfg.data.test_path)
-        pairs = load_pairs.load_held_out(cfg, tokenizer, path=test, renderer_template=template)
-    else:
-        pairs = load_pairs.load(cfg, tokenizer, renderer_template=template)
-    if not pairs.held_out:
-        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
+    pairs = load_measured(cfg, tokenizer, template=template, split=split)
     reference = _find_reference(cfg, folder, pairs)
     figures = {}
     for side, path in paths.items():  # one model at a time
@@ -44,7 +37,7 @@ def measure_finished(
     return figures, figures_table(figures)
 
 
-def _find_reference(cfg: RunConfig, folder: RunFolder, pairs: load_pairs.Pairs) -> Tensor | None:
+def _find_reference(cfg: RunConfig, folder: RunFolder, pairs: Pairs) -> Tensor | None:
     """The reference's log-probabilities of the held-out rows: those that the run has kept, else computed again."""
     kept = folder.path / FILE
     if not uses_reference(cfg):

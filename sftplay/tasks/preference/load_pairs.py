@@ -4,58 +4,48 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
-from sftplay.config.data import held_out_share
 from sftplay.config.run import RunConfig
-from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, kept_digest, note_lengths
+from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, note_lengths
 from sftplay.data.layouts import read_layout_options
 from sftplay.data.order import training_order
-from sftplay.data.pipeline import describe_rows
-from sftplay.data.read import read_dialect, read_rows
+from sftplay.data.pipeline import describe_rows, digest_files, find_inputs, read_report
+from sftplay.data.read import read_rows
 from sftplay.data.records import Message, Refused, Source, chat_from_json
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import resolve_template
-from sftplay.data.row_outcomes import SIDES, Example, RowOutcome, RowPolicies, Side, where_rows_went
-from sftplay.data.tokenize import BATCH_ROWS, KEPT_WHOLE, REFUSED, REPORT, Input, Output, Preparation, refused_line
+from sftplay.data.row_outcomes import (
+    SIDES,
+    Example,
+    RowOutcome,
+    RowPolicies,
+    Side,
+    account_line,
+    left_out_lines,
+    source_lines,
+    where_rows_went,
+)
+from sftplay.data.tokenize import BATCH_ROWS, KEPT_WHOLE, PLACES, SCHEMA, Input, Output, Preparation, RowFiles
 from sftplay.errors import DataError
 from sftplay.tasks.preference.gate import Gate, gate_table
-from sftplay.tasks.preference.pairs import Pair, takes_single_answers, to_pair
+from sftplay.tasks.preference.pairs import sample_pairs
 from sftplay.tasks.preference.render_pairs import EQUAL, PairExample, PairOptions, PairOutcome, PairProcessor, note_keys
 
 VERSION = 2
 """To be raised when this package turns the same rows into other tokens; older caches are then not used."""
 
-TOKENS = pa.list_(pa.int64())
-SCHEMA = pa.schema(
-    [
-        ("input_ids", TOKENS),
-        ("labels", TOKENS),
-        ("prompt_tokens", pa.int64()),
-        ("chosen_tokens", pa.int64()),
-        ("row", pa.int64()),
-        ("index", pa.int64()),
-        ("margin", pa.float32()),
-    ]
-)
-ANSWERS = SCHEMA.append(pa.field("desirable", pa.bool_()))
-TEXTS = pa.schema(
-    [
-        ("path", pa.string()),
-        ("line", pa.int64()),
-        ("record", pa.int64()),
-        ("prompt", pa.string()),
-        ("content", pa.string()),
-    ]
-)
+NUMBERS = [(name, pa.int64()) for name in ("prompt_tokens", "chosen_tokens", "row", "index")]
+PAIRS = pa.schema([*(SCHEMA.field(name) for name in ("input_ids", "labels")), *NUMBERS, ("margin", pa.float32())])
+ANSWERS = PAIRS.append(pa.field("desirable", pa.bool_()))
+TEXTS = pa.schema([*PLACES, ("prompt", pa.string()), ("content", pa.string())])
 """The second stream of each side. `prompt` is a key, equal for equal prompts; `content` is JSON text."""
 
 
@@ -69,11 +59,6 @@ class PairTexts:
     tools: str  # the functions that may be called, as JSON text
     beginning: str  # the prompt, where there is no chat template
     source: Source
-
-    @property
-    def place(self) -> str:
-        """File and line."""
-        return str(self.source)
 
     def prompt_ids(self, renderer: Renderer) -> list[int]:
         """Return the tokens with which generation begins."""
@@ -123,18 +108,20 @@ class Pairs:
         return str(Source(**row))
 
 
-def load(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None) -> Pairs:
+def load(
+    cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None, held_out_path: str | None = None
+) -> Pairs:
     """Return the pairs of `data.train_path`, and those that `data.val_path` or `data.split` holds out.
 
+    With `held_out_path` all pairs of that file are held out, as for `data.test_path`, and `train` is empty.
     `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model.
     Several processes may call this at once; one tokenises and the others wait.
     Raise DataError where a file cannot be read, a row is bad and the config says error, the template cannot be proven,
     or no pair is left to train on.
     """
-    inputs = [Input(cfg.rows_path, held_out_share(cfg))]
-    if cfg.data.val_path:
-        inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
-    guarded = [cfg.data.test_path] if cfg.data.test_path else []
+    if held_out_path is not None:
+        return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(held_out_path, 1.0)], guarded=[])
+    inputs, guarded = find_inputs(cfg)
     pairs = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded)
     report = pairs.report
     if not len(pairs.train):
@@ -148,17 +135,20 @@ def load(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None
     return pairs
 
 
-def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None = None) -> Pairs:
-    """Return all pairs of one file as the held-out side, as for `data.test_path`; `train` is empty."""
-    return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)], guarded=[])
+def load_measured(cfg: RunConfig, tokenizer: Any, *, template: str | None, split: str) -> Pairs:
+    """Return the pairs of a finished run on which it is measured: held-out ones, or for `test` those of its test file.
+    Raise DataError where there is none.
+    """
+    path = str(cfg.data.test_path) if split == "test" else None
+    pairs = load(cfg, tokenizer, renderer_template=template, held_out_path=path)
+    if pairs.held_out is None:
+        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
+    return pairs
 
 
-def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str]) -> Pairs:
-    data, takes_answers = cfg.data, takes_single_answers(cfg)
-    if data.format != "auto":
-        fix = "take the key out; columns with other names are mapped with data.columns"
-        raise DataError("task modes of pairs find the layout of each row", where="data.format", fix=fix)
-    digests = {path: kept_digest(path, data.processed_dir) for path in (*(given.path for given in inputs), *guarded)}
+def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[Input]) -> Pairs:
+    data, takes_answers = cfg.data, cfg.task.takes_answers
+    digests = digest_files(data, inputs, guarded)
     path = inputs[0].path
     is_plain = template is None and data.template == "auto" and not tokenizer.chat_template
     samples = sample_pairs(cfg, path, is_plain=is_plain)
@@ -178,17 +168,14 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
 
     def write_rows(unfinished: Path) -> None:
         preparation = PairPreparation(cfg, renderer, options=options)
-        with PairFiles(unfinished, ANSWERS if takes_answers else SCHEMA) as files:
+        with PairFiles(unfinished, ANSWERS if takes_answers else PAIRS) as files:
             preparation.run(inputs, files, guarded=guarded)
         if takes_answers:
             add_mismatched(unfinished, max_tokens=cfg.model.max_seq_len, path=path)
         expect_unchanged(digests, data.processed_dir)
 
     ensure_folder(folder, write_rows)
-    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    for source in (report, *report["sources"].values()):
-        source["refused_rows"] = str(folder / REFUSED)
-    report |= {"fingerprint": folder.name, "files": digests}
+    report = read_report(folder, digests)
     report["notes"] += weights_notes(cfg, report["preference"])
     rows = {
         name: Dataset.from_file(str(folder / f"{name}.arrow")) for side in SIDES for name in (side, f"{side}_texts")
@@ -209,7 +196,7 @@ def weights_notes(cfg: RunConfig, figures: Mapping[str, Any]) -> list[str]:
     n_D weight_D / (n_U weight_U) shall lie between 1 and 4/3 (Ethayarajh 2024, section 4.2).
     """
     wanted, unwanted = (figures["trained"][side] for side in ("desirable", "undesirable"))
-    if not (takes_single_answers(cfg) and wanted and unwanted):
+    if not (cfg.task.takes_answers and wanted and unwanted):
         return []
     weights = cfg.preference
     ratio = wanted * weights.desirable_weight / (unwanted * weights.undesirable_weight)
@@ -219,17 +206,6 @@ def weights_notes(cfg: RunConfig, figures: Mapping[str, Any]) -> list[str]:
     if ratio > 1:
         advice = f"undesirable_weight: {weights.undesirable_weight * ratio:.3g}"
     return [f"wanted answers weigh {ratio:.2f} times the others; 1 to 1.33 is advised: preference.{advice}"]
-
-
-def sample_pairs(cfg: RunConfig, path: str, *, is_plain: bool) -> list[Pair]:
-    """Return the readable pairs among the first 32 rows; the full pass reports all others."""
-    pairs, reading = [], read_layout_options(cfg.data)
-    for source, row in islice(read_rows(path, read_dialect(cfg.data)), 32):
-        if not isinstance(row, Refused):
-            with suppress(DataError):
-                answers = takes_single_answers(cfg)
-                pairs.append(to_pair(row, source, reading=reading, takes_answers=answers, is_plain=is_plain))
-    return pairs
 
 
 class PairPreparation(Preparation):
@@ -246,21 +222,14 @@ class PairPreparation(Preparation):
         self._held_answers: set[int] = set()
         self._held_prompts: set[int] = set()
         self._seen: dict[Side, set[int]] = {side: set() for side in SIDES}
+        self._longest_joined = self._most_labels = 0
 
-    def _guard(self, path: str) -> None:
-        options = self._options
-        for source, row in read_rows(path, self._dialect):
+    def _guard(self, given: Input) -> None:
+        for source, row in read_rows(given.path, self._dialect):
             if not isinstance(row, Refused):
                 with suppress(DataError):  # this row is counted when the file itself is measured on
-                    pair = to_pair(
-                        row,
-                        source,
-                        reading=options.reading,
-                        takes_answers=options.takes_answers,
-                        is_plain=options.is_plain,
-                    )
                     outcome = PairOutcome(0, source)
-                    note_keys(pair, outcome)
+                    note_keys(self._options.read(row, source), outcome)
                     self._hold_out(outcome)
 
     def _hold_out(self, outcome: PairOutcome) -> None:
@@ -314,11 +283,15 @@ class PairPreparation(Preparation):
             joined = sum(len(example.ids) // 4 for example in examples)
             longest = sum(example.longest_side for example in examples if isinstance(example, PairExample))
             counts.cut_tokens += joined - longest
+            self._longest_joined = max(self._longest_joined, *(len(example.ids) // 4 for example in examples))
+            self._most_labels = max(self._most_labels, *(example.n_labels for example in examples))
         return examples
 
     def _report(self, inputs: Sequence[Input]) -> dict[str, Any]:
         report = super()._report(inputs)
         report["unit"] = "answers" if self._options.takes_answers else "pairs"
+        if not self._options.takes_answers:
+            report |= {"longest_joined_tokens": self._longest_joined, "most_label_tokens": self._most_labels}
         report["preference"] = self._gate.as_json(report["duplicates"] + report["near_duplicates"])
         report["warnings"] = list(self._gate.warnings())
         if report["cut"] > (1 - KEPT_WHOLE) * report["read"]:
@@ -331,73 +304,22 @@ class PairPreparation(Preparation):
         return report
 
 
-class PairFiles(Output):
+class PairFiles(RowFiles):
     """Files of a folder: the rows of each side and their texts as Arrow streams, the rest as JSON."""
 
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
-        self._folder, self._files, self._schema = folder, ExitStack(), schema
-        self._streams = {
-            name: self._files.enter_context(pa.ipc.new_stream(str(folder / f"{name}.arrow"), one))
-            for side in SIDES
-            for name, one in ((side, schema), (f"{side}_texts", TEXTS))
-        }
-        self._refused = self._files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
+        self.schemas = {"": schema, "_texts": TEXTS}
+        super().__init__(folder)
         self._count: dict[Side, int] = dict.fromkeys(SIDES, 0)
 
-    def __enter__(self) -> PairFiles:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._files.close()
-
-    def write(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> None:
-        if not kept:
-            return
-        examples = [example for _, example in kept if isinstance(example, PairExample)]
+    def more_columns(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> dict[str, Any]:
         begin, self._count[side] = self._count[side], self._count[side] + len(kept)
-        columns: dict[str, Any] = {
-            "input_ids": token_lists([np.frombuffer(example.ids, np.int32) for example in examples]),
-            "labels": token_lists([np.frombuffer(example.labels, np.int32) for example in examples]),
-            "row": [outcome.row for outcome, _ in kept],
+        names = ("prompt_tokens", "chosen_tokens", "margin", "desirable", "content")
+        return {
+            **{name: [getattr(example, name) for _, example in kept] for name in names},
             "index": range(begin, begin + len(kept)),
-            **{name: [getattr(example, name) for example in examples] for name in ("prompt_tokens", "chosen_tokens")},
-            **{name: [getattr(example, name) for example in examples] for name in ("margin", "desirable")},
-        }
-        self._streams[side].write_batch(as_batch(columns, self._schema))
-        places = [asdict(outcome.source) for outcome, _ in kept]
-        texts = {
-            **{name: [place[name] for place in places] for name in ("path", "line", "record")},
             "prompt": [str(outcome.keys.prompt) for outcome, _ in kept],
-            "content": [example.content for example in examples],
         }
-        self._streams[f"{side}_texts"].write_batch(as_batch(texts, TEXTS))
-
-    def write_chat(self, chat: str) -> None:
-        """Do nothing: the texts of both sides are written with their rows."""
-
-    def end_batch(self, outcomes: Sequence[RowOutcome], policies: RowPolicies) -> None:
-        """Do nothing: the files are read only when they are whole."""
-
-    def write_refused(self, place: Source, reason: str) -> None:
-        self._refused.write(refused_line(place, reason))
-
-    def finish(self, report: dict[str, Any]) -> None:
-        (self._folder / REPORT).write_text(json.dumps(report), encoding="utf-8")
-
-
-def as_batch(columns: Mapping[str, Any], schema: pa.Schema) -> pa.RecordBatch:
-    """Return the columns of a schema as a batch; others are left out."""
-    arrays = [
-        columns[one.name] if isinstance(columns[one.name], pa.Array) else pa.array(list(columns[one.name]), one.type)
-        for one in schema
-    ]
-    return pa.record_batch(arrays, schema=schema)
-
-
-def token_lists(rows: Sequence[np.ndarray[Any, Any]]) -> pa.Array:
-    flat = np.concatenate(rows).astype(np.int64)
-    ends = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat))
 
 
 def add_mismatched(folder: Path, *, max_tokens: int, path: str) -> None:
@@ -426,7 +348,7 @@ def add_mismatched(folder: Path, *, max_tokens: int, path: str) -> None:
                         n_prompt, n_given = rows["prompt_tokens"][n], others["prompt_tokens"][n]
                         n_lent = min(others["chosen_tokens"][n], max_tokens - n_prompt)
                         tokens += others[column][n][n_given : n_given + n_lent]
-                stream.write_batch(as_batch(rows, ANSWERS))
+                stream.write_batch(pa.RecordBatch.from_pydict(rows, schema=ANSWERS))
     tables.clear()
     for side in SIDES:
         (folder / f"{side}.new").replace(folder / f"{side}.arrow")
@@ -454,19 +376,8 @@ def find_mismatched(
 
 def pairs_table(report: Mapping[str, Any]) -> str:
     """Format the report for people."""
-    lines = [
-        f"data report      {report['read']:,} read = {report['kept']:,} kept + {report['cut']:,} cut"
-        f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
-    ]
     noun = report["unit"]
-    lines += [
-        f"  {name:<14} {source['examples']:,} {noun}, {source['tokens']:,} tokens,"
-        f" {source['trainable_token_share']:.1%} learned   {source['path']}"
-        for name, source in report["sources"].items()
-    ]
-    lines += [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in report["dropped"].items()]
-    if report["refused"]:
-        lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
+    lines = [account_line(report), *source_lines(report, noun), *left_out_lines(report)]
     if repeated := report["duplicates"] + report["near_duplicates"]:
         action = "left out" if "duplicate" in report["dropped"] else "kept"
         lines.append(f"  duplicates     {repeated:,} {noun} repeat an earlier one; {action}")

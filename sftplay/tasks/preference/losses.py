@@ -1,4 +1,5 @@
-"""Losses of pairs: one number a pair, from the log-probabilities of both completions; no pair counts in another's.
+"""Losses of pairs: one number a pair, from the log-probabilities of both completions; no pair counts in another's. And
+KTO, a loss of single answers that are wanted or not, with a reference point that all answers of a step share.
 
 Names: w is the chosen completion, l the rejected one, |y| the labels of y, and h(y) = log p(y) - log p_ref(y) in nats
 over all labels. Without a reference (`preference.reference: none`) h(y) = log p(y). s is the logistic function.
@@ -89,3 +90,24 @@ def simpo_losses(means: Tensor, beta: float, gamma: float) -> Tensor:
 def rpo_losses(means: Tensor, alpha: float) -> Tensor:
     """-alpha log p(w) / |w|, which is added to a loss. RPO: Pang et al. 2024, arXiv 2404.19733, equation 1."""
     return -alpha * means[:, 0]
+
+
+def kto_losses(cfg: RunConfig, ratios: Tensor, desirable: Tensor, *, reference_point: float | Tensor) -> Tensor:
+    """Compute the loss of each answer, [answers], from h(y) = log p(y) - log p_ref(y) and bool [answers].
+
+    With z0 the reference point and s the logistic function: w_d (1 - s(beta (h - z0))) where an answer is wanted, else
+    w_u (1 - s(beta (z0 - h))); w_d and w_u are `desirable_weight` and `undesirable_weight`. KTO: Ethayarajh et al.
+    2024, arXiv 2402.01306, equation 8. The constant of its expectation is the weight, as in the paper's code and TRL.
+    """
+    direction = torch.where(desirable, 1.0, -1.0).to(ratios.dtype)
+    weights = torch.where(desirable, cfg.preference.desirable_weight, cfg.preference.undesirable_weight)
+    # 1 - s(x) = s(-x), without the difference of two numbers near 1
+    return weights.to(ratios.dtype) * torch.sigmoid(-find_beta(cfg) * direction * (ratios - reference_point))
+
+
+def reference_point(ratio_sum: Tensor, rows: int) -> Tensor:
+    """Return z0 = max(0, mean of h(y') over the step's answers), y' being an answer to another prompt.
+
+    It estimates KL(p, p_ref); no gradient goes through it. `ratio_sum` is the sum over the rows of all ranks.
+    """
+    return (ratio_sum / rows).clamp(min=0)

@@ -17,8 +17,7 @@ from sftplay.atomic import read_object
 from sftplay.config.run import RunConfig
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer
 from sftplay.generate.generate import Generator, answer_all
-from sftplay.tasks.preference.kto import kto_losses, reference_point
-from sftplay.tasks.preference.losses import compute_rewards, pair_losses
+from sftplay.tasks.preference.losses import compute_rewards, kto_losses, pair_losses, reference_point
 from sftplay.tasks.preference.reference import (
     FILE,
     ReferenceKind,
@@ -101,7 +100,7 @@ def describe_rows(cfg: RunConfig, rows: Any, *, found: RowLogps, reference: Tens
     sums, tokens = found.sums.double(), found.tokens
     compared = None if reference is None else reference.double()
     rewarded = compute_rewards(cfg, sums, tokens, compared)
-    desirable = torch.as_tensor(rows["desirable"], dtype=torch.bool) if cfg.task_mode == "kto" else None
+    desirable = torch.as_tensor(rows["desirable"], dtype=torch.bool) if cfg.task.takes_answers else None
     if desirable is not None:
         return _describe_answers(cfg, rows, desirable, rewarded=rewarded, found=found, reference=compared)
     losses = pair_losses(cfg, sums, tokens, compared)
@@ -205,7 +204,7 @@ def describe_lines(
         ids, start, end = row["input_ids"], row["prompt_tokens"], row["prompt_tokens"] + row["chosen_tokens"]
         texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], ids[start:end], ids[end:])]
         line: dict[str, Any] = {"row": row["row"], "prompt": texts[0]}
-        if cfg.task_mode == "kto":  # the second answer belongs to another prompt
+        if cfg.task.takes_answers:  # the second answer belongs to another prompt
             names = ["reference" if row["desirable"] else "rejected"]
             line["desirable"] = row["desirable"]
         else:
@@ -223,34 +222,29 @@ def format_summary(figures: Mapping[str, Any]) -> str:
     return f"loss {figures['loss']:.4f}{right}{margin}  (n {figures['n']})"
 
 
-def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format the figures of a run, `before` and `after` training, side by side."""
-    titles = {"before": "base", "after": "tuned"}
-    keys = list(dict.fromkeys(key for side in figures.values() for key in side))
-    width = 2 + max(map(len, keys))
-    lines = [" " * width + "".join(f"{titles[side]:>12}" for side in figures)]
-    for key in keys:
-        values = [side.get(key, math.nan) for side in figures.values()]
-        lines.append(
-            f"{key:{width}}" + "".join(f"{value:{'12' if isinstance(value, int) else '12.4f'}}" for value in values)
-        )
-    return "\n".join(lines)
-
-
-class EvaluatePairs(Observer):
-    """Measures the held-out rows while a run trains, and says when chosen answers become unlikely.
+class EvaluateHeldOut(Observer):
+    """Measures the held-out rows while a run trains; writes eval/step-N.json and .jsonl.
 
     It takes the place of the Trainer's loop over held-out rows, which keeps no figure of a row and counts the rows that
-    fill the last batch. eval/step-N.json and .jsonl have the figures; accuracy, margin and rewards also go to the next
-    line of metrics.
+    fill the last batch. Figures also go to the next line of metrics.
     """
 
     def __init__(self, cfg: RunConfig, pairs: Any, *, folder: Path) -> None:
         """`pairs` are the rows of a run; `folder` is the run's eval/."""
         self.cfg, self.pairs, self.folder = cfg, pairs, folder
-        self._first_logps: float | None = None  # of chosen answers, where there is no reference to compare with
-        self._has_warned = False
-        self._measured: tuple[dict[str, Any], RowLogps, Tensor | None] | None = None
+        self._measured: tuple[dict[str, Any], Any] | None = None
+
+    def compute(self) -> tuple[dict[str, Any], Any]:
+        """Return figures of all held-out rows, and what `describe` needs. Every rank calls it."""
+        raise NotImplementedError
+
+    def describe(self, computed: Any) -> list[dict[str, Any]]:
+        """Describe held-out rows for people. The main rank calls it."""
+        raise NotImplementedError
+
+    def summarize(self, figures: Mapping[str, Any]) -> str:
+        """Format the figures that say most, for a line."""
+        return format_summary(figures)
 
     def attach(self, trainer: Any) -> None:
         super().attach(trainer)
@@ -265,28 +259,44 @@ class EvaluatePairs(Observer):
         """Return the figures of the held-out rows in the form of the Trainer's loop. Every rank must call it."""
         trainer, rows = self.trainer, self.pairs.held_out
         with eval_mode(trainer.model_wrapped), trainer.compute_loss_context_manager():
-            found = compute_logps(rows=rows, **pass_settings(trainer))
-        reference = None
-        if uses_reference(self.cfg):
-            reference = trainer.references.look_up("held_out", torch.arange(len(rows)))
-        figures = describe_rows(self.cfg, rows, found=found, reference=reference)
-        self._measured = (figures, found, reference)
-        metrics = name_metrics(figures, metric_key_prefix)
+            self._measured = self.compute()
+        metrics = name_metrics(self._measured[0], metric_key_prefix)
         trainer.held_out_figures = dict(metrics)
         return EvalLoopOutput(predictions=(), label_ids=None, metrics=metrics, num_samples=len(rows))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._measured is None:
             return
-        (figures, found, reference), self._measured = self._measured, None
+        (figures, computed), self._measured = self._measured, None
         if log.is_main():
-            rows, tokenizer = self.pairs.held_out, self.trainer.processing_class
-            numbers = pick_prompts(rows, self.cfg.eval.limit)
-            lines = describe_lines(self.cfg, rows, numbers, tokenizer=tokenizer, found=found, reference=reference)
             path = self.folder / f"step-{state.global_step}.json"
-            write_measured(path, {"step": state.global_step, **figures}, lines=lines)
-        log.say(f"step {state.global_step}/{state.max_steps}  held-out {format_summary(figures)}", "eval")
-        self._watch(figures, step=state.global_step, where="held-out")
+            write_measured(path, {"step": state.global_step, **figures}, lines=self.describe(computed))
+        log.say(f"step {state.global_step}/{state.max_steps}  held-out {self.summarize(figures)}", "eval")
+
+
+class EvaluatePairs(EvaluateHeldOut):
+    """Measures held-out rows by log-probabilities, and says when chosen answers become unlikely."""
+
+    _first_logps: float | None = None  # of chosen answers, where there is no reference to compare with
+    _has_warned = False
+
+    def compute(self) -> tuple[dict[str, Any], Any]:
+        trainer, rows, reference = self.trainer, self.pairs.held_out, None
+        found = compute_logps(rows=rows, **pass_settings(trainer))
+        if uses_reference(self.cfg):
+            reference = trainer.references.look_up("held_out", torch.arange(len(rows)))
+        return describe_rows(self.cfg, rows, found=found, reference=reference), (found, reference)
+
+    def describe(self, computed: Any) -> list[dict[str, Any]]:
+        rows, tokenizer, (found, reference) = self.pairs.held_out, self.trainer.processing_class, computed
+        numbers = pick_prompts(rows, self.cfg.eval.limit)
+        return describe_lines(self.cfg, rows, numbers, tokenizer=tokenizer, found=found, reference=reference)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        figures = self._measured[0] if self._measured else None
+        super().on_evaluate(args, state, control)
+        if figures is not None:
+            self._watch(figures, step=state.global_step, where="held-out")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
         if self.pairs.held_out is None and "rewards/chosen" in logs:

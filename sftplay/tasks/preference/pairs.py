@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from sftplay.config.data import Layout
@@ -20,13 +22,15 @@ from sftplay.data.layouts import (
     openai_turns,
     optional,
     picked,
+    read_layout_options,
     read_tools,
     rename_columns,
     sharegpt_turns,
     tie_results,
     to_record,
 )
-from sftplay.data.records import Chat, Message, Role, Source
+from sftplay.data.read import read_dialect, read_rows
+from sftplay.data.records import Chat, Message, Refused, Role, Source
 from sftplay.errors import DataError
 
 CHOSEN, REJECTED = ("chosen",), ("rejected",)
@@ -90,11 +94,6 @@ def _words(turn: Message) -> str:
     return "\n".join([turn.content] * bool(turn.content) + calls)
 
 
-def takes_single_answers(cfg: RunConfig) -> bool:
-    """Return True for the task that learns from single answers with a verdict."""
-    return cfg.task_mode == "kto"
-
-
 def to_pair(
     row: RowFields, source: Source, *, reading: LayoutOptions, takes_answers: bool = False, is_plain: bool = False
 ) -> Pair:
@@ -120,6 +119,16 @@ def to_pair(
         refuse(f"has no {name!r} side; its keys are {listed(row)}", FIX_PAIR)
     except DataError as error:
         raise DataError(error.what, where=str(source), fix=error.fix) from None
+
+
+def sample_pairs(cfg: RunConfig, path: str, *, is_plain: bool) -> list[Pair]:
+    """Return the readable pairs among the first 32 rows; the full pass reports all others."""
+    pairs, reading, answers = [], read_layout_options(cfg.data), cfg.task.takes_answers
+    for source, row in islice(read_rows(path, read_dialect(cfg.data)), 32):
+        if not isinstance(row, Refused):
+            with suppress(DataError):
+                pairs.append(to_pair(row, source, reading=reading, takes_answers=answers, is_plain=is_plain))
+    return pairs
 
 
 _DIALOGUE = re.compile(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import read_lengths
-from sftplay.errors import DataError
 from sftplay.machine.probe import Machine
 from sftplay.model.source import BUILTIN_CONFIGS
 from sftplay.plan.activations import FP32, norm_kept, norm_out_bytes
@@ -51,6 +48,8 @@ class PairMemory:
     other: ModelShape | None = None  # another model that is the reference
     rows: int | None = None  # to train on, where they are known
     row_tokens: float = 0.0  # tokens of a row, the mean where it is known
+    joined: int | None = None  # most tokens of a prompt with both answers; None: twice those with one answer
+    answer_labels: int | None = None  # most labels of both answers; None: every token may have one
     labels: ClassVar[Mapping[str, str]] = {
         PASS: "while the reference's probabilities are computed",
         OTHER: "the reference model",
@@ -71,17 +70,20 @@ class PairMemory:
         if self.scores_one:
             yield setup, size
             return
+        labelled = None if self.answer_labels is None else size.rows * self.answer_labels
         if self.shares != "no":
             attention = "efficient" if setup.attention == "flash" else setup.attention
-            yield replace(setup, attention=attention, is_masked=True, repeats_kv=True), replace(size, seq=2 * size.seq)
+            masked = replace(setup, attention=attention, is_masked=True, repeats_kv=True)
+            yield masked, replace(size, seq=min(2 * size.seq, self.joined or 2 * size.seq), labelled=labelled)
         if self.shares != "yes":
-            yield setup, replace(size, rows=2 * size.rows)
+            yield setup, replace(size, rows=2 * size.rows, labelled=labelled)
 
     def _estimate(self, setting: Setting, setup: MemorySetup, *, size: Size, share: DeviceShare) -> Footprint:
         shape = setting.shape
         step = estimate(shape, setup, size=size, standing=share.standing, communication=share.communication)
         phases = {name: dict(parts) for name, parts in step.phases.items()}
-        phases["head"]["head"] = _backward_head(shape, setup, size=size)
+        if setup.head != "score":  # a reward model has no scores over the vocabulary
+            phases["head"]["head"] = _backward_head(shape, setup, size=size)
         if not self.has_reference and not self.scores_one:
             return Footprint(phases)
         # Before the first step the optimizer has no state yet, but that of DeepSpeed's, which keeps fp32 weights there.
@@ -129,17 +131,9 @@ class PairMemory:
 
 def is_pair_file(cfg: RunConfig) -> bool:
     """Return whether the first readable row of the file to train on is a pair, not one answer."""
-    from sftplay.data.layouts import read_layout_options
-    from sftplay.data.read import read_dialect, read_rows
-    from sftplay.data.records import Refused
-    from sftplay.tasks.preference.pairs import to_pair
+    from sftplay.tasks.preference.pairs import sample_pairs
 
-    for source, row in islice(read_rows(cfg.rows_path, read_dialect(cfg.data)), 32):
-        if not isinstance(row, Refused):
-            with suppress(DataError):
-                pair = to_pair(row, source, reading=read_layout_options(cfg.data), takes_answers=True, is_plain=True)
-                return pair.desirable is None
-    return False
+    return any(pair.desirable is None for pair in sample_pairs(cfg, cfg.rows_path, is_plain=True)[:1])
 
 
 def _count_other(other: ModelShape | None, setup: MemorySetup) -> float:
@@ -184,11 +178,11 @@ class PreferencePlan(TaskSizing, TaskReport):
     """The prompt of a pair is computed with both of its answers."""
 
     def unit(self, cfg: RunConfig) -> str:
-        return "answers" if cfg.task_mode == "kto" else "pairs"
+        return "answers" if cfg.task.takes_answers else "pairs"
 
     def rows_per_record(self, cfg: RunConfig) -> int:
         """Return 2 in kto where the first row that can be read is a pair, and its answers were not yet counted."""
-        return 2 if cfg.task_mode == "kto" and not read_lengths(cfg) and is_pair_file(cfg) else 1
+        return 2 if cfg.task.takes_answers and not read_lengths(cfg) and is_pair_file(cfg) else 1
 
     def memory(self, cfg: RunConfig, *, hardware: Hardware) -> PairMemory:
         has_kernel = cfg.model.attn in ("sdpa", "eager", "auto")
@@ -200,11 +194,14 @@ class PreferencePlan(TaskSizing, TaskReport):
         lengths = hardware.lengths
         return PairMemory(
             shares="no" if wanted is False or not has_kernel else "yes" if wanted is True else "open",
-            scores_one=cfg.task_mode == "kto",
+            scores_one=cfg.task.takes_answers,
             has_reference=uses_reference(cfg),
             other=other,
             rows=lengths.count if lengths else None,
             row_tokens=lengths.mean if lengths else 2 * cfg.row_tokens,
+            # A micro-batch that is formed by tokens has more rows than one where they are short.
+            joined=lengths.joined if lengths and cfg.train.batching != "tokens" else None,
+            answer_labels=lengths.labels if lengths and cfg.train.batching != "tokens" else None,
         )
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
@@ -219,7 +216,7 @@ class PreferencePlan(TaskSizing, TaskReport):
 
     def notes(self, cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
         notes, rows, reference = list[str](), cfg.train.effective_batch_size, cfg.preference.reference
-        if cfg.task_mode == "kto" and rows < FEW_ROWS:
+        if cfg.task.takes_answers and rows < FEW_ROWS:
             why = f"kto estimates its KL term by the rows of a step, and {FEW_ROWS} or more are usual"
             notes.append(f"train.effective_batch_size {rows}: {why}")
         if cfg.task_mode in ("dpo", "ipo") and reference == "none":

@@ -9,7 +9,7 @@ another shape may round otherwise: margins begin near 0, and accuracy anywhere.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,7 @@ from sftplay.tasks.preference.spec import KINDS, find_reference_model, uses_refe
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.exact_batch import ADVICE
 from sftplay.train.metrics import Observer
+from sftplay.train.micro_batches import Batch
 
 Side = Literal["train", "held_out"]
 SIDES: tuple[Side, ...] = ("train", "held_out")
@@ -72,23 +73,35 @@ class References:
         return self.tables[side][index.cpu()].to(index.device)
 
 
+def compute_logps(model: Any, rows: Any, *, shares: bool, **settings: Any) -> RowLogps:
+    """Compute the log-probabilities of both answers of all `rows`; `settings` are those of `compute_rows`."""
+
+    def compute(batch: Batch) -> tuple[Tensor, Tensor]:
+        found = completion_logps(model, batch, shares=shares, sides="both")
+        return found.sums.float(), found.tokens
+
+    return RowLogps(*compute_rows(compute, model, rows, what="the log-probabilities", **settings))
+
+
 @torch.no_grad()
-def compute_logps(
+def compute_rows(
+    compute: Callable[[Batch], Sequence[Tensor]],
     model: Any,
     rows: Any,
     *,
     pad_token_id: int,
-    shares: bool,
     batch_size: int,
     ranks: tuple[int, int] = (0, 1),
     computes_together: bool = False,
     begin: Callable[[], None] = lambda: None,
-) -> RowLogps:
-    """Compute the log-probabilities of both answers of all `rows` under `model`, which is in evaluation mode.
+    what: str = "the evaluation",
+    tag: str = "eval",
+) -> list[Tensor]:
+    """Compute numbers of all `rows` under `model`, which is in evaluation mode: tensors [rows, ...] on the CPU.
 
-    `ranks` are this rank and the number of all, which share the rows: each computes as many, in as many batches, and
-    gets all results. With `computes_together` the model is in shards, and no rank may take smaller batches than the
-    others. `begin` is called before each batch.
+    `compute` makes them of a batch where the model is. `ranks` are this rank and the number of all, which share the
+    rows: each computes as many, in as many batches, and gets all results. With `computes_together` the model is in
+    shards, and no rank may take smaller batches than the others. `begin` is called before each batch.
 
     Raises:
         OutOfMemory: a batch of a model in shards is too much.
@@ -101,26 +114,24 @@ def compute_logps(
     numbers = [int(order[at % n]) for at in range(rank, ceil(n / world) * world, world)]
     collate, device = PairCollator(pad_token_id), next(model.parameters()).device
 
-    def compute(part: slice) -> tuple[Tensor, Tensor]:
+    def compute_part(part: slice) -> list[Tensor]:
         begin()
         batch = collate([rows[number] for number in numbers[part]])
-        found = completion_logps(
-            model, {key: value.to(device) for key, value in batch.items()}, shares=shares, sides="both"
-        )
-        log.progress(min(n, part.stop * world), n, what="rows", tag="reference")
-        return found.sums.float().cpu(), found.tokens.cpu()
+        found = [values.cpu() for values in compute({key: value.to(device) for key, value in batch.items()})]
+        log.progress(min(n, part.stop * world), n, what="rows", tag=tag)
+        return found
 
-    batches = AdaptiveBatches(batch_size, "the log-probabilities", fix=ADVICE if computes_together else "")
-    sums, tokens = map(torch.cat, zip(*batches.map(len(numbers), compute), strict=True))
-    gathered = gather_objects((numbers, sums, tokens)) if world > 1 else [(numbers, sums, tokens)]
-    found = RowLogps(torch.zeros(n, 2), torch.zeros(n, 2, dtype=torch.int64))
-    for places, of_sums, of_tokens in gathered:
-        found.sums[places], found.tokens[places] = of_sums, of_tokens
+    batches = AdaptiveBatches(batch_size, what, fix=ADVICE if computes_together else "")
+    columns = list(map(torch.cat, zip(*batches.map(len(numbers), compute_part), strict=True)))
+    found = [column.new_zeros(n, *column.shape[1:]) for column in columns]
+    for places, *parts in gather_objects((numbers, *columns)) if world > 1 else [(numbers, *columns)]:
+        for whole, part in zip(found, parts, strict=True):
+            whole[places] = part
     return found
 
 
 def pass_settings(trainer: Any) -> dict[str, Any]:
-    """Return how all ranks of a trainer compute log-probabilities together, for `compute_logps`.
+    """Return how all ranks of a trainer compute numbers of rows together: `shares`, and settings of `compute_rows`.
 
     A model in shards needs all ranks in each forward pass. Copies of a whole one compute without the wrapper, which
     would have them wait for each other.
@@ -222,7 +233,7 @@ class ComputeReferences(Observer):
                 if other is not None:
                     settings |= {"model": other, "shares": find_shares(cfg, other), "computes_together": False}
                 for side, rows in self.sides.items():
-                    tables[side] = compute_logps(rows=rows, **settings).sums
+                    tables[side] = compute_logps(rows=rows, tag="reference", **settings).sums
             del other, settings
         free_memory()
         for side, table in tables.items():

@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from sftplay.data.files import parsed
+from sftplay.data.files import RowFields, parsed
 from sftplay.data.problem import published_test_id
-from sftplay.data.records import IGNORE_INDEX, Refused, Text
+from sftplay.data.records import IGNORE_INDEX, Refused, Source, Text
 from sftplay.data.render.labels import Rendered
 from sftplay.data.row_outcomes import (
     Example,
@@ -37,6 +37,10 @@ class PairOptions(RowOptions):
     is_plain: bool = False  # there is no chat template, and texts are continued
     needs_margin: bool = False
     keeps_end: bool = False  # what the template writes behind the last end token stays: plain transformers scores it
+
+    def read(self, row: RowFields, source: Source) -> Pair:
+        """Convert a row. Raise DataError where it is no pair, or breaks a rule."""
+        return to_pair(row, source, reading=self.reading, takes_answers=self.takes_answers, is_plain=self.is_plain)
 
 
 @dataclass(slots=True)
@@ -104,13 +108,7 @@ class PairProcessor(RowProcessor):
 
     def _read_row(self, row: dict[str, object], outcome: PairOutcome, *, share: float) -> Pair:
         options = self._options
-        pair = to_pair(
-            row,
-            outcome.source,
-            reading=options.reading,
-            takes_answers=options.takes_answers,
-            is_plain=options.is_plain,
-        )
+        pair = options.read(row, outcome.source)
         if options.needs_margin and math.isnan(pair.margin):
             fix = "give each row `margin`, or `score_chosen` and `score_rejected`; or write reward_model.margin: false"
             raise DataError("has neither a margin nor two scores", fix=fix)

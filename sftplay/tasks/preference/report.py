@@ -7,7 +7,7 @@ from typing import Any
 
 from sftplay.report.chart import Chart, ChartPlan, draw, logged, measured
 from sftplay.report.figures import as_number, compare, find_name, format_figure
-from sftplay.report.page import Block, Section, Table, cut
+from sftplay.report.page import MOST_CHARACTERS, Block, Section, Table, cut
 from sftplay.report.run_files import RunFiles, mapping, mappings
 
 CHARTS = (
@@ -25,7 +25,6 @@ FIGURES = (
     "logps/rejected", "tokens/chosen", "tokens/rejected", "answer_tokens",
 )  # fmt: skip
 
-MOST_CHARACTERS = 500
 SHOWN = 10
 """Held-out pairs and answers in a table."""
 

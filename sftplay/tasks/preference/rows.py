@@ -9,7 +9,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.files import RowFields
 from sftplay.data.layouts import read_layout_options
 from sftplay.data.records import Chat, Message, Record, Source
-from sftplay.tasks.preference.pairs import takes_single_answers, to_pair
+from sftplay.tasks.preference.pairs import to_pair
 
 if TYPE_CHECKING:
     from sftplay.data.pipeline import Examples
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def read_record(row: RowFields, source: Source, *, cfg: RunConfig) -> Record:
     """Return the prompt of a row with its longest side. Raise DataError where the row is no pair, or breaks a rule."""
-    reading, answers = read_layout_options(cfg.data), takes_single_answers(cfg)
+    reading, answers = read_layout_options(cfg.data), cfg.task.takes_answers
     pair = to_pair(row, source, reading=reading, takes_answers=answers, is_plain=True)
     return max(pair.chats, key=lambda chat: sum(len(turn.content) for turn in chat.messages))
 
@@ -30,14 +30,11 @@ def load_examples(
     The rows have more columns, see `load_pairs`. The held-out chats end with the chosen answer.
     """
     from sftplay.data.pipeline import Examples
-    from sftplay.tasks.preference.load_pairs import load, load_held_out
+    from sftplay.tasks.preference.load_pairs import load
 
-    if held_out_path is None:
-        pairs = load(cfg, tokenizer, renderer_template=renderer_template)
-    else:
-        pairs = load_held_out(cfg, tokenizer, path=held_out_path, renderer_template=renderer_template)
+    pairs = load(cfg, tokenizer, renderer_template=renderer_template, held_out_path=held_out_path)
     chats = {
-        (texts.place, texts.chosen): Chat(
+        (str(texts.source), texts.chosen): Chat(
             (*texts.prompt, Message("assistant", texts.chosen)), texts.source, tools=texts.tools
         )
         for texts in pairs.records("held_out")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from transformers import TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from sftplay import log
 from sftplay.config.run import RunConfig
@@ -18,6 +19,8 @@ from sftplay.tasks.preference.trainer import PreferenceTrainer
 from sftplay.train.checkpointing import describe_renderer
 from sftplay.train.task import Rows, TrainerParts
 from sftplay.train.upstream import on_one_gpu
+
+T = TypeVar("T", bound=Trainer)
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
@@ -61,9 +64,14 @@ def build_trainer(parts: TrainerParts) -> PreferenceTrainer:
         ComputeReferences(cfg, pairs, folder=parts.folder),
         measuring.EvaluatePairs(cfg, pairs, folder=parts.folder.eval),
     ]
-    return PreferenceTrainer(
+    return build_pair_trainer(PreferenceTrainer, parts, callbacks)
+
+
+def build_pair_trainer(kind: type[T], parts: TrainerParts, callbacks: Sequence[TrainerCallback]) -> T:
+    """Build a trainer of `kind`, with these callbacks behind those of every task."""
+    return kind(
         parts.step,
-        cfg=cfg,
+        cfg=parts.cfg,
         model=parts.model,
         processing_class=parts.tokenizer,
         args=on_one_gpu(TrainingArguments(**parts.arguments)),

@@ -15,8 +15,7 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.model.out_of_memory import AdaptiveBatches, Shortage
-from sftplay.tasks.preference.kto import kto_losses, reference_point
-from sftplay.tasks.preference.losses import compute_rewards, pair_losses
+from sftplay.tasks.preference.losses import compute_rewards, kto_losses, pair_losses, reference_point
 from sftplay.tasks.preference.shared_prompt import completion_logps, prove, put_chunked_logps
 from sftplay.tasks.preference.spec import uses_reference
 from sftplay.train.eval_mode import eval_mode
@@ -179,7 +178,7 @@ class PreferenceTrainer(PairMixin, ExactBatchMixin, Trainer):
             self.shares_prompt = decide_shared_prompt(cfg, self.model)
 
     def compute_rows(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Figures]:
-        if self.cfg.task_mode == "kto":
+        if self.cfg.task.takes_answers:
             return self._compute_answers(model, batch)
         logps, tokens = completion_logps(model, batch, shares=self.shares_prompt)
         reference = self._look_up(batch)
@@ -224,14 +223,14 @@ class PreferenceTrainer(PairMixin, ExactBatchMixin, Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> Any:
         """Return the batches of a step and its rows. In kto they are passed once here for their reference point."""
         batches, rows = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.cfg.task_mode == "kto" and batches:
+        if self.cfg.task.takes_answers and batches:
             self._point = self._find_reference_point(batches)
         return batches, rows
 
     def _take_means(self) -> dict[str, float | None]:
         means = super()._take_means()
         chosen, rejected = means.get("rewards/chosen"), means.get("rewards/rejected")
-        if self.cfg.task_mode == "kto" and chosen is not None and rejected is not None:
+        if self.cfg.task.takes_answers and chosen is not None and rejected is not None:
             means["rewards/margins"] = chosen - rejected
         return means
 
@@ -272,7 +271,7 @@ class PreferenceTrainer(PairMixin, ExactBatchMixin, Trainer):
 def decide_shared_prompt(cfg: RunConfig, model: Any) -> bool:
     """Decide whether pairs compute their prompt once. Raise ConfigError where they shall, and the proof fails."""
     wanted = cfg.preference.shared_prompt
-    if cfg.task_mode == "kto" or wanted is False:
+    if cfg.task.takes_answers or wanted is False:
         return False
     if prove(model):
         return True

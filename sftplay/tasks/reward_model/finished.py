@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.config.run import RunConfig
-from sftplay.errors import DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.reward.model_reward import find_score_model, open_score_model
-from sftplay.tasks.preference.load_pairs import load, load_held_out
+from sftplay.tasks.preference.load_pairs import load_measured
 from sftplay.tasks.reward_model.measuring import measure
 
 
@@ -20,13 +19,7 @@ def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: in
     as `eval.limit` says. Raise DataError where nothing is held out.
     """
     model, tokenizer = open_score_model(find_score_model(str(folder.path), cfg.output_dir))
-    template = tokenizer.chat_template
-    if split == "test":
-        pairs = load_held_out(cfg, tokenizer, path=str(cfg.data.test_path), renderer_template=template)
-    else:
-        pairs = load(cfg, tokenizer, renderer_template=template)
-    if pairs.held_out is None:
-        raise DataError("no held-out pairs to measure on", where="data", fix="set data.val_path or data.split")
+    pairs = load_measured(cfg, tokenizer, template=tokenizer.chat_template, split=split)
     shown = cfg if limit is None else cfg.with_values({"eval.limit": limit}, "eval")
     return measure(model, pairs, cfg=shown, path=path)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from sftplay.report.chart import Chart, Curve, draw, logged, measured
 from sftplay.report.figures import as_number, find_name, format_figure
-from sftplay.report.page import Block, Section, Table, cut
+from sftplay.report.page import MOST_CHARACTERS, Block, Section, Table, cut
 from sftplay.report.run_files import RunFiles, mappings
 
 SAMPLED = (
@@ -14,7 +14,6 @@ SAMPLED = (
     ("Difference of the scores", "rewards/margins", "margin"),
 )
 
-MOST_CHARACTERS = 500
 SHOWN_PAIRS = 10
 
 

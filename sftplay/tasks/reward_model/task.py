@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
 
+from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.reward.model_reward import find_score_model, open_score_model
-from sftplay.tasks.preference.shared_prompt import PairCollator
-from sftplay.tasks.preference.task import load_rows, report_rows
+from sftplay.tasks.preference.task import build_pair_trainer, load_rows, report_rows
+from sftplay.tasks.preference.trainer import Figure, Figures, PairMixin
 from sftplay.tasks.reward_model import measuring
 from sftplay.tasks.reward_model.score_head import to_score_model
-from sftplay.tasks.reward_model.trainer import RewardModelTrainer
+from sftplay.tasks.reward_model.scores import pair_losses, pair_scores, prove
+from sftplay.train.exact_batch import ExactBatchMixin, StepSetup
+from sftplay.train.micro_batches import Batch
 from sftplay.train.task import Rows, TrainerParts
-from sftplay.train.upstream import on_one_gpu
 
 __all__ = ["build_trainer", "load_result", "load_rows", "measure", "report_rows", "reshape_model"]
+
+
+class RewardModelTrainer(PairMixin, ExactBatchMixin, Trainer):
+    """Learns scores from pairs; figures have the names that they have in tasks of preferences."""
+
+    def __init__(self, step: StepSetup, *, cfg: RunConfig, **named: Any) -> None:
+        super().__init__(replace(step, loss_head=""), **named)  # there is no head over the vocabulary
+        self.model_accepts_loss_kwargs = True  # the loss is divided by the pairs of the whole batch already
+        self.cfg = cfg
+        with self.compute_loss_context_manager():
+            self.shares_prompt = self.micro_batcher is not None and prove(self.model)
+        if not self.shares_prompt:
+            log.say("note: each answer is a row with a prompt of its own: that both may share one is not proved here")
+
+    def compute_rows(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Figures]:
+        scores = pair_scores(model, batch, shares=self.shares_prompt)
+        settings = self.cfg.reward_model
+        losses = pair_losses(scores, batch["margin"] if settings.margin else None, center=settings.center)
+        with torch.no_grad():
+            ahead = scores[:, 0] - scores[:, 1]
+            figures = {
+                "rewards/chosen": Figure(scores[:, 0]),
+                "rewards/rejected": Figure(scores[:, 1]),
+                "rewards/margins": Figure(ahead),
+                "rewards/accuracies": Figure((ahead.sign() + 1) / 2),
+            }
+        return losses, figures
 
 
 def reshape_model(model: Any, tokenizer: Any, *, cfg: RunConfig) -> Any:
@@ -42,18 +74,7 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 
 def build_trainer(parts: TrainerParts) -> RewardModelTrainer:
     """Build the trainer for rows of pairs."""
-    pairs = parts.rows.source
-    callbacks = (
-        [measuring.EvaluateScores(parts.cfg, pairs, folder=parts.folder.eval)] if parts.held_out is not None else []
-    )
-    return RewardModelTrainer(
-        parts.step,
-        cfg=parts.cfg,
-        model=parts.model,
-        processing_class=parts.tokenizer,
-        args=on_one_gpu(TrainingArguments(**parts.arguments)),
-        train_dataset=parts.train,
-        eval_dataset=parts.held_out,
-        data_collator=PairCollator(parts.tokenizer.pad_token_id),
-        callbacks=[*parts.callbacks, *callbacks],
-    )
+    callbacks = []
+    if parts.held_out is not None:
+        callbacks.append(measuring.EvaluateScores(parts.cfg, parts.rows.source, folder=parts.folder.eval))
+    return build_pair_trainer(RewardModelTrainer, parts, callbacks)

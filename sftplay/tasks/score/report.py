@@ -7,7 +7,7 @@ from typing import Any
 
 from sftplay.report.chart import Chart, ChartPlan, draw, logged, measured
 from sftplay.report.figures import as_number, compare, find_name, format_figure
-from sftplay.report.page import Block, Section, Table, cut
+from sftplay.report.page import MOST_CHARACTERS, Block, Section, Table, cut
 from sftplay.report.run_files import RunFiles, mapping
 
 PAIRS = (("Right answers", ("acc_t1", "acc_t2")), ("What the second turn changes", ("i2c", "c2i")))
@@ -78,7 +78,6 @@ def _draw(run: RunFiles) -> list[Chart]:
     return draw(run, plans)
 
 
-MOST_CHARACTERS = 500
 SHOWN_OF_A_KIND = 3
 
 

@@ -240,10 +240,16 @@ class ScoreSpec(TaskSpec):
     """Two-turn episodes are sampled, and rewards score them."""
 
     def broken_rules(self, cfg: RunConfig) -> Iterator[Problem]:
+        from sftplay.reward.table import judges_form
+
         score = cfg.score
         if not any(reward.weight for reward in cfg.rewards):
             what, fix = "score learns from a reward, and there is none", "add one: - {name: answer, use: math}"
             yield Problem(("task_mode", "rewards"), what, fix=fix)
+        elif (weight := sum(reward.weight for reward in cfg.rewards if not judges_form(reward))) <= 0:
+            what = f"those that judge the content weigh {weight:g} together, so no answer is right or wrong"
+            fix = "add one: - {name: answer, use: math}, or write judges: content where a form is what is asked for"
+            yield Problem(("rewards", "task_mode"), what, fix=fix)
         yield from _sizes(cfg)
         yield from _prompts(cfg)
         yield from _value(cfg)

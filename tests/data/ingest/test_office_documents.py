@@ -318,6 +318,13 @@ def test_slides_give_title_list_table_and_notes_with_their_number_and_no_footer(
     ]
 
 
+def test_a_slide_whose_notes_are_gone_is_read_without_them(tmp_path):
+    path = write_pptx(tmp_path / "a.pptx", [shape(["Plan"], "title")], notes={1: ""})
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist() if "notesSlide1" not in name}
+    assert [block.text for block in extract(write_zip(path, parts)).blocks] == ["## Plan"]
+
+
 @needs_openpyxl
 def test_sheets_are_tables_with_dates_and_the_last_computed_values(tmp_path):
     import datetime
@@ -330,6 +337,7 @@ def test_sheets_are_tables_with_dates_and_the_last_computed_values(tmp_path):
     book.active.append([datetime.date(2024, 5, 17), 1.5, None])
     book.active.append([])
     book.active.append(["total", 0.1 + 0.2, True])
+    book.active.append(["mass", 12345678901.25, 1234567.8912])
     book.active.merge_cells("A6:B6")
     book.active["A6"] = "merged | cell"
     hidden = book.create_sheet("Secret")
@@ -342,7 +350,7 @@ def test_sheets_are_tables_with_dates_and_the_last_computed_values(tmp_path):
         ("## Flights", 1),
         (
             "| Date | Hours | Sum |\n| --- | --- | --- |\n| 2024-05-17 | 1.5 |  |\n| total | 0.3 | TRUE |\n"
-            "| merged \\| cell |  |  |",
+            "| mass | 12345678901.25 | 1234567.8912 |\n| merged \\| cell |  |  |",
             1,
         ),
         ("## Last", 3),

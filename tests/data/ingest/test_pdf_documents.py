@@ -104,6 +104,7 @@ def test_headings_lists_code_and_tables_are_told_by_size_sign_font_and_alignment
         (80, 564, "\x96 at three places"),
         (60, 530, "def density(m, v):", "mono", 10),
         (84, 518, "return m / v", "mono", 10),
+        (84, 506, "# or so: ```", "mono", 10),
         (60, 480, "That is all there is to say about the density of the materials that are in use at present."),
     ]
     page = [(x, y, text.replace("\x95", "•").replace("\x96", "–"), *style) for x, y, text, *style in page]
@@ -117,7 +118,7 @@ def test_headings_lists_code_and_tables_are_told_by_size_sign_font_and_alignment
         "| Carbon fibre | 1.60 | 1500 MPa |\n| Titanium | 4.43 | 950 MPa |"
     ]
     assert texts(blocks, "list") == ["- check the surface for scratches\n- measure the sheet\n   - at three places"]
-    assert texts(blocks, "code") == ["```\ndef density(m, v):\n    return m / v\n```"]
+    assert texts(blocks, "code") == ["````\ndef density(m, v):\n    return m / v\n    # or so: ```\n````"]
 
 
 def test_a_table_with_drawn_lines_keeps_cells_of_several_lines_and_merged_ones(tmp_path):

@@ -145,6 +145,8 @@ def test_a_page_in_the_encoding_that_it_names_is_read_and_a_wrong_name_is_noted(
     path = tmp_path / "a.html"
     path.write_bytes('<meta charset="iso-8859-1"><p>Größe “x”</p>'.encode("cp1252"))
     assert extract(path).blocks[0].text == "Größe “x”"
+    path.write_bytes('<meta charset="UTF-16"><p>Größe of a page.</p>'.encode())
+    assert extract(path).blocks[0].text == "Größe of a page."
     path.write_bytes(b'<meta charset="utf-8"><p>Gr\xf6sse is enough</p>')
     assert extract(path).notes == ("characters that are not utf-8, which the page names: 1",)
 

@@ -14,7 +14,7 @@ from sftplay.data.mixture.load import MixtureRows, load_mixture
 from sftplay.data.mixture.mixture import source_and_block
 from sftplay.data.pipeline import load_examples
 from sftplay.errors import DataError
-from tests.data.mix.sources_at_hand import read_rows, same
+from tests.data.mix.sources_at_hand import document, read_rows, same
 
 Mixed = Callable[..., RunConfig]
 Write = Callable[..., Path]
@@ -124,6 +124,26 @@ def test_a_source_with_nothing_to_learn_or_rows_of_the_other_type_is_refused_by_
     assert "type: cpt" in refusal.value.fix
     with pytest.raises(DataError, match="text"):
         load_mixture(mixed([domain, {**chats, "type": "cpt"}]), tokenizer)
+
+
+def test_what_one_source_holds_out_is_not_trained_on_in_another_that_holds_out_less(
+    tokenizer: Any, mixed: Mixed, write_rows: Write
+):
+    copy = {"name": "copy", "path": write_rows([document(n, 5) for n in range(60)], "copy.jsonl"), "type": "cpt"}
+    sources = [{**copy, "split": 0.3}, {**copy, "name": "again", "path": copy["path"].with_name("again.jsonl")}]
+    sources[1]["path"].write_bytes(copy["path"].read_bytes())
+    val_path = str(write_rows([document(99, 5)], "val.jsonl"))
+    for less in ({"split": 0.1}, {"val_path": val_path}, {"split": 0.0, "path": copy["path"]}):
+        pair = [sources[0], sources[1] | less]
+        with pytest.raises(DataError, match=r"\.jsonl:\d+ is held out as well, at .*copy\.jsonl:\d+"):
+            load_mixture(mixed(pair), tokenizer)
+        rows = load_mixture(mixed(pair, contamination="drop"), tokenizer)
+        held_out, learned = (
+            {doc.ids.tobytes() for doc in rows.documents(name, side)}
+            for name, side in (("copy", "held_out"), ("again", "train"))
+        )
+        assert held_out.isdisjoint(learned)
+        assert rows.report["dropped"]["leak"] > 0
 
 
 @pytest.mark.parametrize("crosses", [False, True])

@@ -35,11 +35,11 @@ class Table:
 def tiny_model(*, lora: bool = False, seed: int = 0, **changes: Any) -> Any:
     """A random Llama of 400 tokens; with `lora` an adapter that begins at zero on all its layers and its head."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2, bos_token_id=None, eos_token_id=None, **changes,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    sizes = {
+        "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**sizes | changes))
     if not lora:
         return model
     from peft import LoraConfig, get_peft_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 from pair_rows import make_pairs
-from transformers import LlamaConfig, LlamaForCausalLM
+from plain_preference import sums_of
+from preference_trainers import tiny_model
 
 from sftplay.config.run import RunConfig
 from sftplay.heartbeat import Heartbeat
@@ -19,13 +21,7 @@ from sftplay.launch.run_folder import RunFolder
 
 def small_model(seed: int = 0) -> Any:
     """A random Llama of two layers whose scores differ enough to tell rows apart."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0, eos_token_id=2, bos_token_id=None,
-        initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return tiny_model(seed=seed, initializer_range=0.3, pad_token_id=0).eval()
 
 
 def pairs_of(n_train: int = 13, n_held_out: int = 5, *, kto: bool = False, fingerprint: str = "rows") -> Any:
@@ -68,17 +64,7 @@ def state_at(step: int) -> Any:
     return SimpleNamespace(global_step=step, max_steps=10)
 
 
+@torch.no_grad()
 def plain_sums(model: Any, rows: Any) -> torch.Tensor:
-    """Log-probabilities of the labels of both texts of each row, one text at a time in fp64 by plain transformers."""
-    from pair_rows import apart
-
-    found, exact = [], model.double()
-    with torch.no_grad():
-        for row in rows:
-            for text in apart(row):
-                scores = exact(input_ids=torch.tensor([text["input_ids"]])).logits[0, :-1].log_softmax(-1)
-                labels = torch.tensor(text["labels"][1:])
-                taken = scores[torch.arange(len(labels)), labels.clamp(min=0)]
-                found.append(float(taken[labels != -100].sum()))
-    model.float()
-    return torch.tensor(found, dtype=torch.float64).view(-1, 2)
+    """Log-probabilities of the labels of both texts of each row, in fp64 by plain transformers: [rows, 2]."""
+    return sums_of(copy.deepcopy(model).double(), list(rows))

@@ -19,7 +19,7 @@ from sftplay.data.layouts import LayoutOptions
 from sftplay.data.records import Source
 from sftplay.data.render.render import Renderer
 from sftplay.errors import DataError
-from sftplay.tasks.preference.load_pairs import load, load_held_out, pairs_table
+from sftplay.tasks.preference.load_pairs import load, pairs_table
 from sftplay.tasks.preference.render_pairs import PairExample, PairOptions, PairOutcome, PairProcessor
 
 END = "<|im_end|>"
@@ -302,11 +302,6 @@ def test_chats_need_a_template(tokenizer: Any, tmp_path: Path):
         load_pairs(tmp_path, [{"prompt": CHAT, "chosen": "a", "rejected": "b"}], tokenizer)
 
 
-def test_layout_is_not_taken_from_a_key_that_means_other_rows(saved: Any, tmp_path: Path):
-    with pytest.raises(DataError, match="find the layout of each row"):
-        load_pairs(tmp_path, random_pairs(2, seed=1), saved, format="messages")
-
-
 def test_pair_that_is_held_out_alone_is_said_to_be_held_out(saved: Any, tmp_path: Path):
     with pytest.raises(DataError, match="no pair is left to train on: 1 read, 1 held out"):
         load_pairs(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "b"}], saved, split=0.9)
@@ -328,7 +323,7 @@ def test_nothing_left_to_train_on_ends_the_run_with_where_the_rows_went(saved: A
 
 def test_whole_file_is_held_out_for_a_test(saved: Any, tmp_path: Path):
     cfg = pair_config(tmp_path, random_pairs(4, seed=9))
-    found = load_held_out(cfg, saved, path=cfg.rows_path)
+    found = load(cfg, saved, held_out_path=cfg.rows_path)
     assert len(found.train) == 0
     assert found.held_out is not None
     assert len(found.held_out) == 4

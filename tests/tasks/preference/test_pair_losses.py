@@ -8,8 +8,7 @@ import pytest
 import torch
 from preference_trainers import config_of
 
-from sftplay.tasks.preference.kto import kto_losses
-from sftplay.tasks.preference.losses import compute_rewards, orpo_losses, pair_losses
+from sftplay.tasks.preference.losses import compute_rewards, kto_losses, orpo_losses, pair_losses
 
 TOKENS = torch.tensor([[4, 8]])
 

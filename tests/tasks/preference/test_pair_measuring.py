@@ -13,11 +13,11 @@ import torch
 from datasets import Dataset
 from reference_runs import config_of, pairs_of, plain_sums, run_folder, small_model, state_at, trainer_of
 
+from sftplay.evaluate.evaluate import figures_table
 from sftplay.tasks.preference.measuring import (
     EvaluatePairs,
     describe_fall,
     describe_rows,
-    figures_table,
     measure,
     order_share,
     order_stderr,

@@ -13,7 +13,8 @@ import pytest
 import torch
 from oracle.live_bytes import LiveBytes
 from oracle.trace import recompute
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from pair_files import pair_config, random_pairs
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
@@ -24,9 +25,14 @@ from sftplay.plan.memory import Size, standing_bytes
 from sftplay.plan.memory_setup import MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.plan.sizing import size_run
+from sftplay.runs.inputs import known_lengths
+from sftplay.tasks.preference.load_pairs import load
 from sftplay.tasks.preference.losses import dpo_losses
 from sftplay.tasks.preference.plan import OTHER, PART_SCORES, PASS, PLAN, PairMemory
 from sftplay.tasks.preference.shared_prompt import PairCollator, completion_logps, put_chunked_logps
+from sftplay.tasks.reward_model.score_head import to_score_model
+from sftplay.tasks.reward_model.scores import pair_losses as score_losses
+from sftplay.tasks.reward_model.scores import pair_scores
 
 HOST = Device("CPU", 2**40, 2**40, is_gpu=False, cores=2)
 ON_CPU = MemorySetup(
@@ -57,31 +63,37 @@ class Beside(LiveBytes):
         return self.peaks_bytes["run"] - self.resting
 
 
-def batch_of(side: int) -> Any:
-    """Two pairs whose answers fill the side, up to a token: padding needs a mask."""
-    rows = []
-    for number, (first, second) in enumerate([(side - 1, side - 2), (side - 2, side - 1)]):
-        ids = torch.randint(3, 50, (1 + first + second,)).tolist()
-        columns = {"prompt_tokens": 1, "chosen_tokens": first, "row": number, "index": number}
-        rows.append({"input_ids": ids, "labels": [-100, *ids[1:]], **columns})
+def batch_of(side: int, prompt: int = 1) -> Any:
+    """Two pairs whose prompt and answers fill the side, up to a token: padding needs a mask."""
+    rows, longest = [], side - prompt
+    for number, (first, second) in enumerate([(longest, longest - 1), (longest - 1, longest)]):
+        ids = torch.randint(3, 50, (prompt + first + second,)).tolist()
+        columns = {"prompt_tokens": prompt, "chosen_tokens": first, "row": number, "index": number}
+        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:], **columns})
     return PairCollator(0)(rows)
 
 
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize(
-    ("vocab", "side", "chunked"),
-    [(20_000, 60, False), (400, 200, False), pytest.param(20_000, 200, True, marks=pytest.mark.slow)],
-    ids=["scores decide", "layers decide", "scores in chunks"],
+    ("vocab", "side", "prompt", "chunked"),
+    [
+        (20_000, 60, 1, False),
+        (400, 200, 1, False),
+        (20_000, 80, 60, False),
+        pytest.param(400, 200, 160, False, marks=pytest.mark.slow),
+        pytest.param(20_000, 200, 1, True, marks=pytest.mark.slow),
+    ],
+    ids=["scores decide", "layers decide", "a long prompt, scores", "a long prompt, layers", "scores in chunks"],
 )
 def test_a_step_of_pairs_takes_what_a_real_model_takes(
-    vocab: int, side: int, chunked: bool, checkpointing: bool, shares: bool
+    vocab: int, side: int, prompt: int, chunked: bool, checkpointing: bool, shares: bool
 ):
     config = Qwen2Config(
         vocab_size=vocab, hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=8,
         num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
     )  # fmt: skip
-    model, batch = Qwen2ForCausalLM(config).train(), batch_of(side)
+    model, batch = Qwen2ForCausalLM(config).train(), batch_of(side, prompt)
     if chunked:
         put_chunked_logps(model)
     if checkpointing:
@@ -98,16 +110,63 @@ def test_a_step_of_pairs_takes_what_a_real_model_takes(
         completion_logps(model, batch, shares=shares)
     shape = shape_from_config(config.to_dict(), name="tiny")
     setup = replace(ON_CPU, checkpointing=checkpointing, head="chunked" if chunked else "standard")
-    task = PairMemory(shares="yes" if shares else "no", has_reference=True)
+    answers = 2 * (side - prompt) - 1
+    known = {"joined": prompt + answers, "answer_labels": answers} if prompt > 1 else {}
+    task = PairMemory(shares="yes" if shares else "no", has_reference=True, **known)
     seen = forecast(
         Setting(shape=shape, execution=setup, device=HOST, task=task), Size(rows=2, seq=side, accumulates=True)
     )
     moving = {name: sum(parts.get(part, 0) for part in MOVING) for name, parts in seen.footprint.phases.items()}
     assert max(moving["head"], moving["layer"]) == pytest.approx(learning.peak, rel=0.06)
     # A logsumexp makes exponentials of its own, which no trace of tensors sees.
-    labels = min(256, 2 * 2 * (side - 1)) if chunked else 2 * 2 * (side - 1)
+    labels = min(256, 2 * (answers + 1)) if chunked else 2 * (answers + 1)
     unseen = 4 * min(PART_SCORES, labels * vocab)
     assert scoring.peak <= moving[PASS] <= 1.25 * (scoring.peak + unseen)
+
+
+def test_a_step_of_a_reward_model_has_no_scores_over_the_vocabulary():
+    config = Qwen2Config(
+        vocab_size=20_000, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = to_score_model(Qwen2ForCausalLM(config).train(), pad_token_id=0, seed=1)
+    batch = batch_of(60)
+
+    def step() -> None:
+        score_losses(pair_scores(model, batch, shares=True), None, center=0.0).sum().backward()
+
+    step()
+    with Beside(model) as learning:
+        step()
+    setup = replace(ON_CPU, checkpointing=False, head="score")
+    setting = Setting(
+        shape=shape_from_config(config.to_dict(), name="tiny"),
+        execution=setup,
+        device=HOST,
+        task=PairMemory(shares="yes"),
+    )
+    phases = forecast(setting, Size(rows=2, seq=60, accumulates=True)).footprint.phases
+    moving = [sum(phases[name].get(part, 0) for part in MOVING) for name in ("head", "layer")]
+    assert max(moving) == pytest.approx(learning.peak, rel=0.06)
+
+
+def test_pairs_that_were_prepared_are_planned_as_long_as_they_are(tmp_path: Path, tiny_llama: Path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    rows = [row | {"prompt": "Why salt? " * 30} for row in random_pairs(12, seed=1)]
+    cfg = pair_config(tmp_path, rows, max_seq_len=1024)
+    pairs = load(cfg, tokenizer)
+    ids, labels = pairs.train["input_ids"][:], pairs.train["labels"][:]
+    known = known_lengths(cfg)
+    assert known is not None
+    assert known.joined == max(map(len, ids)) < 2 * known.longest
+    assert known.labels == max(len(row) - row.count(-100) for row in labels)
+    by_length, by_limit = (
+        size_run(config_of(train__batch_size=4), probe(), shape=LLAMA, lengths=lengths).forecast
+        for lengths in (known, replace(known, joined=None, labels=None))
+    )
+    assert by_length is not None
+    assert by_limit is not None
+    assert by_length.peak_bytes < by_limit.peak_bytes
 
 
 def seen_of(task: PairMemory, *, rows: int = 4, seq: int = 1024, strategy: Any = "single") -> Forecast:
@@ -237,3 +296,15 @@ def test_steps_of_kto_count_answers(row: dict[str, Any], steps: int, tmp_path: P
     assert sized.forecast is not None
     assert PLAN.workload(cfg, sized.forecast).steps == steps
     assert PLAN.unit(cfg) == "answers"
+
+
+def test_what_is_known_of_the_rows_of_one_task_is_not_taken_for_those_of_another(tmp_path: Path, tiny_llama: Path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    pairs = pair_config(tmp_path, random_pairs(12, seed=1))
+    load(pairs, tokenizer)
+    assert known_lengths(pairs.with_values({"task_mode": "orpo"}, "test")) == known_lengths(pairs) is not None
+    answers = pairs.with_values({"task_mode": "kto"}, "test")
+    assert known_lengths(answers) is None
+    load(answers, tokenizer)
+    known = known_lengths(answers), known_lengths(pairs)
+    assert [one and one.count for one in known] == [24, 12]

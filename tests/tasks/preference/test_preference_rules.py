@@ -65,11 +65,6 @@ REFUSED = {
         "remove it; preference.label_smoothing smooths those of pairs, in task_mode dpo",
     ),
     "task_mode: dpo\ntuning: {backend: unsloth}": ("tuning.backend", "unsloth is not offered", "backend: bnb"),
-    "task_mode: dpo\ntrain: {extra: {label_smoothing_factor: 0.1}}": (
-        "train.extra.label_smoothing_factor",
-        "it smooths the labels of tokens",
-        "preference.label_smoothing smooths those of pairs",
-    ),
 }
 
 

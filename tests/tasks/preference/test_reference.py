@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,7 @@ from safetensors.torch import load_file
 
 from sftplay.errors import MachineError, RunError
 from sftplay.tasks.preference import reference
-from sftplay.tasks.preference.reference import FILE, ComputeReferences, References, compute_logps
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small products are slower on several threads, and far slower where other tests run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from sftplay.tasks.preference.reference import FILE, ComputeReferences, compute_logps
 
 
 @pytest.fixture
@@ -33,6 +23,12 @@ def stored(tmp_path: Path) -> Path:
     """A folder with the weights of `small_model()`."""
     small_model().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+def cached_file(home: Path) -> Path:
+    """The only file of the cache."""
+    (found,) = (home / "processed" / "references").glob("*.safetensors")
+    return found
 
 
 @pytest.fixture
@@ -147,7 +143,7 @@ def test_a_second_run_on_the_same_rows_and_weights_computes_nothing(
     folder = run_folder(tmp_path, "two")
     second = begin(cfg, pairs, folder, small_model())
     assert not forwards
-    (cached,) = (tmp_path / "processed" / "references").glob("*.safetensors")
+    cached = cached_file(tmp_path)
     assert f"log-probabilities of 18 rows come from {cached}" in capsys.readouterr().out
     assert torch.equal(table(first, "train", 13), table(second, "train", 13))
     assert read(folder.path / FILE) == read(cached)
@@ -250,7 +246,7 @@ def test_a_file_that_is_damaged_or_foreign_is_computed_again_and_that_is_said(
 ):
     pairs, cfg = pairs_of(), config_of(tmp_path, stored, tuning__mode="full")
     first = begin(cfg, pairs, run_folder(tmp_path, "one"), small_model())
-    (cached,) = (tmp_path / "processed" / "references").glob("*.safetensors")
+    cached = cached_file(tmp_path)
     sound = read(cached)
     spoil(cached)
     forwards.clear()
@@ -266,8 +262,7 @@ def test_a_resume_reads_what_the_run_keeps_and_never_computes_with_trained_weigh
 ):
     pairs, cfg, folder = pairs_of(), config_of(tmp_path, stored, tuning__mode="full"), run_folder(tmp_path)
     first = begin(cfg, pairs, folder, small_model())
-    (cached,) = (tmp_path / "processed" / "references").glob("*.safetensors")
-    cached.unlink()
+    cached_file(tmp_path).unlink()
     forwards.clear()
     trained = small_model(seed=7)
     resumed = begin(cfg, pairs, folder, trained, step=3)
@@ -284,8 +279,7 @@ def test_an_adapter_that_is_resumed_without_its_file_has_its_base_still(tmp_path
     pairs, cfg, folder = pairs_of(), config_of(tmp_path, stored), run_folder(tmp_path)
     first = begin(cfg, pairs, folder, adapted(small_model()))
     (folder.path / FILE).unlink()
-    (cached,) = (tmp_path / "processed" / "references").glob("*.safetensors")
-    cached.unlink()
+    cached_file(tmp_path).unlink()
     resumed = begin(cfg, pairs, folder, adapted(small_model(), trained=True), step=3)
     assert torch.equal(table(first, "train", 13), table(resumed, "train", 13))
 
@@ -318,10 +312,6 @@ def test_the_pass_leaves_mode_and_random_numbers_as_they_were(tmp_path: Path, st
     assert model.training
 
 
-def test_nothing_is_looked_up_where_there_are_no_tables():
-    assert torch.equal(References({}).look_up("train", torch.tensor([5])), torch.zeros(1, 2))
-
-
 def test_the_file_says_what_it_belongs_to(tmp_path: Path, stored: Path):
     cfg, folder = config_of(tmp_path, stored, tuning__mode="full"), run_folder(tmp_path)
     begin(cfg, pairs_of(), folder, small_model())
@@ -329,7 +319,7 @@ def test_the_file_says_what_it_belongs_to(tmp_path: Path, stored: Path):
     size = int.from_bytes(header[:8], "little")
     facts = json.loads(header[8 : 8 + size])["__metadata__"]
     assert facts["rows"] == "rows"
-    assert facts["key"] in next((tmp_path / "processed" / "references").iterdir()).name
+    assert facts["key"] in cached_file(tmp_path).name
 
 
 def test_a_reference_that_cannot_be_opened_is_reported_at_its_own_key():

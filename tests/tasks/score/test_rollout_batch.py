@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from sftplay.data.load_prompts import Question
 from sftplay.errors import RunError
@@ -60,15 +59,8 @@ def test_the_minibatches_of_a_pass_have_every_episode_of_the_rollout_batch_once(
 
 
 @pytest.fixture(scope="module")
-def role_models(digits: Path) -> RoleModels:
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(digits)
-    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    role_models = RoleModels(model, has_guide=True, guide_learns=True, has_value=True)
-    for role in ("solver", "guide"):
-        for parameter in role_models.trainable[role]:
-            parameter.data.normal_(0, 0.05)
-    return role_models
+def role_models(two_adapters: Callable[[], RoleModels]) -> RoleModels:
+    return two_adapters()
 
 
 def sample_action(role_models: RoleModels, role: str, prompt: str, said: str) -> Action:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,8 @@ N = len(ACTIONS)
 
 
 @pytest.fixture
-def role_models(digits: Path) -> RoleModels:
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(digits)
-    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    role_models = RoleModels(model, has_guide=True, guide_learns=True, has_value=True)
-    for role in ("solver", "guide"):  # as after some steps: both halves of a pair are there
-        for parameter in role_models.trainable[role]:
-            parameter.data.normal_(0, 0.05)
-    return role_models
+def role_models(two_adapters: Callable[[], RoleModels]) -> RoleModels:
+    return two_adapters()
 
 
 def update(role_models: RoleModels, **changes) -> PolicyGradients:

@@ -84,6 +84,12 @@ def heading(text: str, level: int, *, page: int | None = None) -> Block:
     return Block(f"{'#' * level} {' '.join(text.split())}", "heading", level, page)
 
 
+def to_fence(text: str, language: str = "", *, page: int | None = None) -> Block:
+    """Return code in a fence that is longer than every one in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
+    return Block(f"{fence}{language}\n{text}\n{fence}", "code", page=page)
+
+
 def as_markdown(rows: Iterable[Sequence[str]]) -> str:
     """Return the rows as a Markdown table with the first row as the head; empty rows and columns are left out."""
     kept = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]

@@ -26,6 +26,7 @@ from sftplay.data.ingest.extract.document import (
     need,
     read_characters,
     split_plain,
+    to_fence,
     without_empty_contents,
 )
 
@@ -295,18 +296,16 @@ def _add_pre(element: Any, out: list[Block]) -> None:
     out.append(to_fence(text, language))
 
 
-def to_fence(text: str, language: str) -> Block:
-    """Return code in a fence that is longer than every one in it."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
-    return Block(f"{fence}{language}\n{text}\n{fence}", "code")
-
-
 MOST_PAGE_BYTES = 32 << 20
 """Of one page. Its tree takes about ten times as much memory."""
 
 DECLARED = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
-BROWSERS = {"iso-8859-1": "cp1252", "latin-1": "cp1252", "latin1": "cp1252", "ascii": "cp1252", "us-ascii": "cp1252"}
-"""Names that stand for Windows' encoding in pages; https://encoding.spec.whatwg.org/#names-and-labels."""
+BROWSERS = {
+    **dict.fromkeys(("iso-8859-1", "latin-1", "latin1", "ascii", "us-ascii"), "cp1252"),
+    **dict.fromkeys(("utf-16", "utf-16le", "utf-16be", "utf16", "ucs-2"), "utf-8"),
+}
+"""Names that stand for Windows' encoding in pages (https://encoding.spec.whatwg.org/#names-and-labels), and for UTF-8:
+a page whose bytes spell the name is in none of these itself (HTML, "determining the character encoding")."""
 
 NAVIGATION_WORDS = """
     nav navbar navbox navbox-styles navigation menu sidebar breadcrumb breadcrumbs toc toctree-wrapper footer noprint

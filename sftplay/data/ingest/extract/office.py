@@ -19,8 +19,9 @@ from sftplay.data.ingest.extract.document import (
     find_heading,
     heading,
     need,
+    to_fence,
 )
-from sftplay.data.ingest.extract.markup import indent, to_cell, to_fence
+from sftplay.data.ingest.extract.markup import indent, to_cell
 
 MOST_PART_BYTES = 48 << 20
 """Of one part, unpacked. Its tree takes about eight times as much memory."""

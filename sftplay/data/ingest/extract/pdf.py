@@ -22,6 +22,7 @@ from sftplay.data.ingest.extract.document import (
     find_heading,
     heading,
     need,
+    to_fence,
     without_empty_contents,
 )
 from sftplay.data.ingest.extract.pdf_words import (
@@ -556,7 +557,7 @@ def _make_blocks(group: list[PdfPiece], vocabulary: Vocabulary) -> list[Block]:
             lines.append("   " * (len(depths) - 1) + item.marker + vocabulary.join(item.lines))
         return [Block("\n".join(lines), "list", page=first.page)]
     if first.kind == "code":
-        return [Block("```\n" + "\n".join(first.lines) + "\n```", "code", page=first.page)]
+        return [to_fence("\n".join(first.lines), page=first.page)]
     if first.kind == "table":
         return [Block(first.lines[0], "table", page=first.page)]
     text = vocabulary.join(first.lines)

@@ -61,7 +61,7 @@ def cell_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).upper()
     if isinstance(value, float):
-        return f"{value:.10g}"
+        return f"{value:.15g}"  # the digits that a sheet keeps
     if isinstance(value, datetime):
         at_midnight = (value.hour, value.minute, value.second) == (0, 0, 0)
         return value.date().isoformat() if at_midnight else value.isoformat(" ", "seconds")
@@ -91,8 +91,7 @@ def read_slides(path: Path, encoding: str) -> Extracted:
             for head in reversed(root.findall("h2")):  # a title comes first, wherever its shape is in the file
                 root.insert(0, head)
             for target in relations(archive, name).values():
-                if "notesSlide" in target:
-                    notes = archive.tree(target)
+                if "notesSlide" in target and (notes := archive.tree(target)) is not None:
                     _add_shapes(next((node for node in notes.iter() if local(node) == "spTree"), ()), root)
             blocks += [Block(block.text, block.kind, block.level, number) for block in find_blocks(root)]
         title = core_title(archive)
