@@ -387,7 +387,9 @@ def read_gaps(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def choose_rows(batches: Sequence[Mapping[str, Any]], depth: int) -> list[tuple[float, Row]]:
-    """Return the rows that differ most from the token `depth` of their answers on, with their difference there."""
+    """Return the rows that differ most in sum from the token `depth` of their answers on, with that sum: by the mean
+    they would be short ones, whose few tokens fit many hypotheses.
+    """
     found = []
     for batch in batches:
         gaps = read_gaps(batch)
@@ -401,5 +403,5 @@ def choose_rows(batches: Sequence[Mapping[str, Any]], depth: int) -> list[tuple[
             prompt = batch["prompt_ids"][n][batch["prompt_mask"][n].bool()].tolist()
             said = batch[SAMPLER_LOGPS][n, depth:end].float().masked_fill(torch.isnan(gaps[n, depth:end]), torch.nan)
             row = Row(int(batch["row"][n]), prompt, batch["completion_ids"][n, :end].tolist(), said.tolist())
-            found.append((float(part[n][known].mean()), row))
+            found.append((float(part[n][known].sum()), row))
     return sorted(found, key=lambda pair: -pair[0])[:ROWS]

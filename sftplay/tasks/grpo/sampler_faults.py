@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ ROWS, TOKENS = 4, 48
 
 UNITS = 64
 """Most parts of an adapter that are switched off one by one; a larger one is tried layer by layer."""
+
+LAYER = re.compile(r"\.\d+\.")
+"""The number of a layer within a module's name."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,8 @@ class Diagnosis:
             return best.as_cause(share, is_whole=best.rest <= max(2 * self.bound, 0.05 * gap))
         if fresh is not None and (noise := self._find_noise(fresh)) is not None:
             return noise
-        if is_same_model and share < EXPLAINED:
+        # vLLM keeps whole blocks of keys and values: that all of the prompt is old explains no more than a part.
+        if is_same_model and (share < EXPLAINED or (best is not None and best.name == "stale prefix cache")):
             words = "the sampler scores the same tokens as the learner once its prefix cache is passed by"
             return Explanation(
                 "stale prefix cache", f"{words}: it sampled from keys and values of earlier weights", CACHE_FIX
@@ -430,7 +435,7 @@ def _try_adapter(diagnosis: Diagnosis) -> Iterator[Hypothesis]:
         parts = name.split(".")
         number = next((n for n, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
         units.setdefault(name if len(layers) <= UNITS else ".".join(parts[: number + 1]), []).append(layer)
-    off = _find_off(diagnosis, list(units.values()), predict)
+    off = _find_off(diagnosis, units, predict)
     missing = [name for name, is_off in zip(units, off, strict=True) if is_off]
     if 0 < len(missing) < len(units):
         rest = diagnosis.measure(predict([layer for name in missing for layer in units[name]]))
@@ -439,21 +444,28 @@ def _try_adapter(diagnosis: Diagnosis) -> Iterator[Hypothesis]:
         yield Hypothesis("half-loaded adapter", words, WEIGHTS_FIX, rest)
 
 
-def _find_off(diagnosis: Diagnosis, units: list[list[Any]], predict: Callable[..., Tensor]) -> list[bool]:
-    """Return which parts of an adapter the sampler lacks. Effects of single parts are fitted; then parts are turned
-    over one by one while that helps.
+def _find_off(diagnosis: Diagnosis, units: dict[str, list[Any]], predict: Callable[..., Tensor]) -> list[bool]:
+    """Return which parts of an adapter the sampler lacks. Effects of single parts are fitted; from there, or from a
+    layer or a kind of module where that lacks explains more, parts are turned over one by one while that helps.
     """
     base = diagnosis.pick(diagnosis.logits)
-    effects = torch.stack([predict(unit) - base for unit in units], dim=1)[diagnosis.known].double()
+    effects = torch.stack([predict(unit) - base for unit in units.values()], dim=1)[diagnosis.known].double()
     wanted = (diagnosis.sampled - base)[diagnosis.known].double()
     ridge = 1e-9 * effects.square().sum() * torch.eye(len(units), device=effects.device, dtype=effects.dtype)
     fitted = torch.linalg.solve(effects.T @ effects + ridge + 1e-30, effects.T @ wanted) if wanted.numel() else []
-    off = [float(value) > 0.5 for value in fitted]
 
     def measure(off: list[bool]) -> float:
-        return diagnosis.measure(predict([layer for unit, is_off in zip(units, off) if is_off for layer in unit]))
+        return diagnosis.measure(
+            predict([layer for unit, is_off in zip(units.values(), off) if is_off for layer in unit])
+        )
 
+    off = [float(value) > 0.5 for value in fitted]
     least = measure(off)
+    kinds = {part for name in units for part in (name.rpartition(".")[2], *LAYER.findall(name))}
+    for kind in sorted(kinds) if least > diagnosis.bound else ():
+        whole = [kind in (name.rpartition(".")[2], *LAYER.findall(name)) for name in units]
+        if (rest := measure(whole)) < least:
+            off, least = whole, rest
     for _ in range(2):
         before = least
         for n in range(len(units)):

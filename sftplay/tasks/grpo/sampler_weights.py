@@ -3,7 +3,7 @@ prompts; and how a vLLM server is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from sftplay.errors import SftplayError
 from sftplay.export.merge import find_base
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.sampler_faults import Row, SamplerFacts
+
+MOST_PROMPTS = 1024
+"""Prompts that are kept where a server reads others than it was sent: one is enough to name the fault."""
 
 
 @torch.no_grad()
@@ -103,4 +106,21 @@ def read_server_facts(client: Any) -> SamplerFacts:
         places = reply.json()["choices"][0]["prompt_logprobs"][-len(answer) :]
         return [float(place[str(token)]["logprob"]) for place, token in zip(places, answer, strict=True)]
 
-    return SamplerFacts(f"vLLM at {client.base_url}", dtype, score=score)
+    return SamplerFacts(f"vLLM at {client.base_url}", dtype, keep_other_prompts(client), score)
+
+
+def keep_other_prompts(client: Any) -> Callable[[list[int]], list[int] | None]:
+    """Return what gives the ids that the server says it has read where TRL's client was told to send these; None where
+    they are the same.
+    """
+    generate, others = client.generate, dict[tuple[int, ...], list[int]]()
+
+    def generate_and_keep(prompts: Sequence[list[int]], **named: Any) -> Any:
+        answers = generate(prompts=prompts, **named)
+        for sent, read in zip(prompts, answers["prompt_ids"], strict=True):
+            if list(sent) != list(read) and len(others) < MOST_PROMPTS:
+                others[tuple(sent)] = list(read)
+        return answers
+
+    client.generate = generate_and_keep
+    return lambda ids: others.get(tuple(ids))

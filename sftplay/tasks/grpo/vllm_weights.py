@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -115,8 +116,10 @@ def send_adapter(trainer: Any, *, folder: Path) -> None:
     model.save_pretrained(folder / "adapter")
     find_lora_rank(folder / "adapter")
     config = model.get_base_model().config.to_dict()
-    adapter = mountable_by_vllm(folder / "adapter", config, target=folder / "adapter-vllm").absolute()
-    body = {"lora_name": TRAINED, "lora_path": str(adapter), "load_inplace": client.model == TRAINED}
+    shutil.rmtree(renamed := folder / "adapter-vllm", ignore_errors=True)  # that of the step before
+    adapter = mountable_by_vllm(folder / "adapter", config, target=renamed).absolute()
+    # In place also the first time: a server of the user's own holds that of an earlier run, or of before a resume.
+    body = {"lora_name": TRAINED, "lora_path": str(adapter), "load_inplace": True}
     answer = client.session.post(f"{client.base_url}/v1/load_lora_adapter", json=body)
     if answer.status_code != 200:
         what = f"the generation server does not load the adapter ({answer.status_code}: {answer.text[:300]})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from sftplay.errors import ConfigError, RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
-from sftplay.tasks.grpo.vllm_weights import merged_copies, send_copies
+from sftplay.tasks.grpo.vllm_weights import merged_copies, send_adapter, send_copies
 from sftplay.tasks.grpo.watch import CHUNK_WORDS, WatchBaseWeights, compute_digest, compute_frozen_digests
 
 
@@ -107,3 +108,25 @@ def test_a_base_whose_layers_cannot_be_copied_one_by_one_is_refused():
     next(iter(four_bit.model.parameters())).quant_state = SimpleNamespace()
     with pytest.raises(ConfigError, match="4 bits"):
         send_copies(four_bit)
+
+
+def test_a_server_that_holds_the_adapter_of_an_earlier_run_takes_the_next_one(tmp_path: Path):
+    loaded, resets = {"trained": "an earlier run's"}, []
+
+    def post(url: str, json: dict[str, Any]) -> Any:
+        if json["lora_name"] in loaded and not json["load_inplace"]:  # vllm 0.31, entrypoints/openai/models/serving.py
+            return SimpleNamespace(status_code=400, text="has already been loaded")
+        loaded[json["lora_name"]] = json["lora_path"]
+        return SimpleNamespace(status_code=200)
+
+    client = SimpleNamespace(
+        base_url="http://x:1", model="base", session=SimpleNamespace(post=post),
+        reset_prefix_cache=lambda: resets.append(loaded["trained"]),
+    )  # fmt: skip
+    accelerator, model = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model), adapted()
+    # A class of vLLM that mounts an adapter of text under other names: it is written anew for each step.
+    model.get_base_model().config.architectures = ["Qwen3_5ForConditionalGeneration"]
+    trainer = SimpleNamespace(accelerator=accelerator, model=model, vllm_generation=SimpleNamespace(vllm_client=client))
+    for _ in range(2):
+        send_adapter(trainer, folder=tmp_path)
+    assert (client.model, resets) == ("trained", [str(tmp_path / "adapter-vllm")] * 2)

@@ -19,7 +19,15 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper, TrainerCallb
 
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo import task
-from sftplay.tasks.grpo.sampler_check import BOUNDS, DEPTHS, SAMPLER_LOGPS, Reading, SamplerCheck, find_bound
+from sftplay.tasks.grpo.sampler_check import (
+    BOUNDS,
+    DEPTHS,
+    SAMPLER_LOGPS,
+    Reading,
+    SamplerCheck,
+    choose_rows,
+    find_bound,
+)
 from sftplay.tasks.grpo.sampler_faults import SamplerFacts
 from sftplay.tasks.grpo.sampler_weights import read_server_facts
 
@@ -131,7 +139,7 @@ def judge(
     ones = torch.ones_like(tokens)
     with torch.no_grad():
         before = trainer._get_per_token_logps_and_entropies(
-            trainer.model, torch.cat([ids, tokens], 1), torch.cat([mask, ones], 1), TOKENS
+            trainer.model, torch.cat([ids, tokens], 1), torch.cat([mask, ones], 1), tokens.size(1)
         )[0]
     batch = {
         "prompt_ids": ids, "prompt_mask": mask, "completion_ids": tokens, "completion_mask": ones,
@@ -206,6 +214,25 @@ def test_a_planted_fault_is_named_at_once(fault: str, learned: Learned, tmp_path
     assert out.count("warning: sampler and learner are not one model") == 1
     assert [event["cause"] for event in events] == [name]
     assert events[0]["gap"] > events[0]["bound"] == 1e-5
+
+
+def test_a_layer_without_its_adapter_is_found_by_few_tokens(learned: Learned, tmp_path: Path):
+    """Fewer than there are parts of the adapter, so that no fit of the parts is unique."""
+    tokens, logps = sample(half_loaded(learned, lambda n: ".layers.1." in n), prompts_of(learned))
+    check, _ = judge(learned, tmp_path, (tokens[:, :3], logps[:, :3]))
+    assert check.cause is not None
+    assert "7 of its 14 parts are missing, model.layers.1." in check.cause.words
+
+
+def test_rows_of_many_tokens_are_tried_rather_than_short_ones():
+    ones = torch.ones(2, 8, dtype=torch.long)
+    mask = torch.tensor([[1] * 2 + [0] * 6, [1] * 8])
+    batch = {
+        "prompt_ids": ones, "prompt_mask": ones, "completion_ids": ones, "completion_mask": mask,
+        "old_per_token_logps": torch.zeros(2, 8), SAMPLER_LOGPS: torch.tensor([[0.2] * 8, [0.1] * 8]),
+        "row": torch.arange(2),
+    }  # fmt: skip
+    assert [row.number for _, row in choose_rows([batch], 0)] == [1, 0]
 
 
 def test_a_sampler_without_a_fault_is_not_accused(learned: Learned, tmp_path: Path, capsys: Any):
@@ -302,7 +329,7 @@ def test_bounds_grow_with_depth_and_fewer_bits_and_a_far_token_is_judged_by_its_
     assert not Reading(0, (float("nan"), 0.0, 0.0, 0.0), (100, 0, 0, 0), 0.1, bounds).is_within
 
 
-def test_a_server_is_asked_greedily_for_the_log_probabilities_of_a_prompt():
+def test_a_server_is_asked_greedily_for_log_probabilities_and_says_which_prompts_it_has_read():
     asked: list[dict[str, Any]] = []
 
     class Reply:
@@ -316,8 +343,11 @@ def test_a_server_is_asked_greedily_for_the_log_probabilities_of_a_prompt():
         asked.append({"url": url, **json})
         return Reply()
 
+    def generate(prompts: list[list[int]]) -> dict[str, Any]:
+        return {"prompt_ids": [ids if ids[0] else ids[1:] for ids in prompts]}
+
     client = SimpleNamespace(
-        base_url="http://x:1", model="m", session=SimpleNamespace(post=post),
+        base_url="http://x:1", model="m", session=SimpleNamespace(post=post), generate=generate,
         get_server_info=lambda: {"model_config": {"dtype": "torch.float16"}},
     )  # fmt: skip
     facts = read_server_facts(client)
@@ -326,3 +356,6 @@ def test_a_server_is_asked_greedily_for_the_log_probabilities_of_a_prompt():
     assert facts.score([1, 2], [3, 4]) == [-0.3, -0.4]
     assert (asked[0]["url"], asked[0]["prompt"]) == ("http://x:1/v1/completions", [1, 2, 3, 4])
     assert (asked[0]["temperature"], asked[0]["max_tokens"], asked[0]["prompt_logprobs"]) == (0, 1, 0)
+    assert facts.seen_prompt is not None
+    client.generate(prompts=[[0, 7], [1, 7]])
+    assert (facts.seen_prompt([0, 7]), facts.seen_prompt([1, 7])) == ([7], None)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ from processes import HANG_S, is_alive, wait_until
 from safetensors.torch import load_file
 from small_run import Inputs, write_small_run
 from torch import Tensor
+from toy_server import FEW_CORES, run_by_vllm_python, served
 from vllm_trainings import DATA, GREEDY, ROOT, STEPS, toy, warm_start
 
-from sftplay.export.server import end_with_this_process
-from sftplay.launch.generation_server import answers
-from sftplay.machine.ports import free_port
 from sftplay.places import find_vllm_python
 from sftplay.signals import popen_tied
 
@@ -35,15 +32,6 @@ pytestmark = [
 ]
 
 BOUND = 1e-5
-FEW_CORES = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-
-
-def documented_command() -> str:
-    """What docs/grpo.md tells users to type."""
-    text = (ROOT / "docs/grpo.md").read_text()
-    found = re.search(r"^    env VLLM_SERVER_DEV_MODE.*?max-lora-rank 32$", text, re.M | re.S)
-    assert found
-    return found[0]
 
 
 @pytest.fixture(scope="module")
@@ -59,32 +47,15 @@ def warm(home: Path) -> Path:
 @pytest.fixture(scope="module")
 def server(home: Path, warm: Path) -> Iterator[tuple[str, int]]:
     """A server as a user starts it; its address and pid."""
-    port = free_port(0)
-    command = documented_command().replace("MODEL", str(warm)).replace("8000", str(port))
-    with (home / "server.log").open("wb") as log:
-        process = popen_tied(["bash", "-c", f"exec {command}"], output=log, env=FEW_CORES, cwd=ROOT)
-    guard = end_with_this_process(process.pid)
-    try:
-        wait_until(lambda: process.poll() is not None or answers(port, within_s=5))
-        assert process.poll() is None, (home / "server.log").read_text()[-2000:]
-        yield f"http://127.0.0.1:{port}", process.pid
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        guard.kill()
-        guard.communicate()
+    with served(home, warm) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def trained(home: Path, server: tuple[str, int], warm: Path) -> dict[str, Any]:
     """The trainings of `vllm_trainings`."""
-    script = Path(__file__).with_name("vllm_trainings.py")
-    env = {**os.environ, **FEW_CORES, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1"}
-    words = [str(find_vllm_python()), str(script), str(home), server[0], str(warm)]
-    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=3 * HANG_S, check=False)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    return json.loads((home / "found.json").read_text())
+    found: dict[str, Any] = run_by_vllm_python("vllm_trainings", home, server[0], str(warm))
+    return found
 
 
 def lines_of(trained: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -1,22 +1,19 @@
 """Trainings of the toy in one process of vLLM's Python, which reads vLLM once for all of them.
 
-`vllm_trainings.py HOME URL MODEL` writes to HOME/found.json: name of a training -> its metrics and the folder of its
-result. The server at URL has loaded MODEL, from which all begin.
+`main` writes found.json to its folder: name of a training -> its metrics and the folder of its result. The server at
+`url` has loaded `model`, from which all begin.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from in_process import train
+from small_run import Inputs
+
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from in_process import train  # noqa: E402
-from small_run import Inputs  # noqa: E402
-
 DATA = ROOT / "data" / "mistaken_words"
 STEPS = 5
 
@@ -57,8 +54,9 @@ def warm_start(home: Path) -> Path:
     return done.folder.result
 
 
-def main(home: Path, url: str, model: Path) -> None:
-    inputs, found = Inputs(model, DATA / "train.jsonl", DATA / "held_out.jsonl"), {}
+def main(folder: str, url: str, model: str) -> None:
+    home, found = Path(folder), {}
+    inputs = Inputs(Path(model), DATA / "train.jsonl", DATA / "held_out.jsonl")
     served = {"grpo__generation": "vllm_server", "grpo__vllm__url": url}
     lora = {"tuning__mode": "lora", "train__learning_rate": 1e-2}
     trainings = {
@@ -76,7 +74,3 @@ def main(home: Path, url: str, model: Path) -> None:
         print(name, flush=True)
         found[name] = {"metrics": done.metrics, "result": str(done.folder.result)}
     (home / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
