@@ -73,10 +73,7 @@ def open_run(
     wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}
     if given.data.val_path != cfg.data.val_path:
         wanted["data.val_path"] = given.data.val_path
-    # The hub may have other weights by now. A continued adapter names its base's revision itself.
-    if (commit := folder.read_json("manifest.json").get("base_commit")) and cfg.model.adapter is None:
-        cfg = cfg.with_values({"model.revision": commit}, "manifest.json")
-    return cfg.with_values(wanted, "command line"), folder
+    return folder.at_base_commit(cfg).with_values(wanted, "command line"), folder
 
 
 def prepare_environment(cfg: RunConfig, *, reads_hub: bool = False) -> None:

@@ -122,7 +122,8 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     """
     cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
-        tokenizer, new_tokens = load_tokenizer(cfg.model), list[Any]()
+        opened = folder.at_base_commit(cfg)
+        tokenizer, new_tokens = load_tokenizer(opened.model), list[Any]()
         # A run of an older release may have a list without a file of terms.
         if cfg.tuning.new_tokens.is_on or (folder.path / "new_tokens.json").is_file():
             from sftplay.model.new_tokens import extend_for_run
@@ -131,15 +132,15 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         rows = task.load_rows(cfg, tokenizer)
         check_held_out(cfg, rows)
         if is_first:
-            fetch_weights(cfg.model.name, cfg.model.revision)
-        extended_base = stored_base(cfg, folder.path, new_tokens=new_tokens)
+            fetch_weights(opened.model.name, opened.model.revision)
+        extended_base = stored_base(opened, folder.path, new_tokens=new_tokens)
     if log.is_main():
         folder.write_json("data_report.json", rows.report)
         task.report_rows(rows, tokenizer, folder=folder)
     fingerprint = compute_fingerprint(cfg, rows, new_tokens=new_tokens)
     set_seed(cfg.seed)
     model = load_start(
-        cfg, source=extended_base, is_on_host=folder.read_json("plan.json").get("model_opened_on") == "host"
+        opened, source=extended_base, is_on_host=folder.read_json("plan.json").get("model_opened_on") == "host"
     )
     if hasattr(task, "reshape_model"):
         model = task.reshape_model(model, tokenizer, cfg=cfg)
@@ -177,7 +178,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
             model = trainer.model
             if has_sharded_weights(trainer):  # a rank that holds a shard cannot answer by itself
                 unset_hf_deepspeed_config()  # otherwise transformers would shard what it loads, and wait for the others
-                model = getattr(task, "load_result", load_result)(setup.cfg, folder.path)
+                model = getattr(task, "load_result", load_result)(opened, folder.path)
             task.measure(model, rows, cfg=setup.cfg, path=folder.eval / "after.json")
     return result
 

@@ -398,6 +398,7 @@ class TrainRun:
 
 def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], task: dict[str, Any]) -> None:
     """Record versions, machine, code, data, template, seed, sizing and what trains; `task` adds what only it knows."""
+    model = setup.cfg.model
     setup.folder.write_json(
         "manifest.json",
         {
@@ -414,7 +415,7 @@ def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], t
             "order_sha256": setup.order_hash,
             "steps": setup.steps,
             "model": parameters,
-            "base_commit": find_commit(setup.cfg.model.name, setup.cfg.model.revision),
+            "base_commit": find_commit(model.name, model.revision) if model.adapter is None else None,
             **task,
             "sizing": setup.folder.read_json("plan.json"),
         },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -57,11 +58,14 @@ class Hub(BaseHTTPRequestHandler):
         path = self.folder / self.path.rsplit("/", 1)[-1]
         if not self.path.startswith("/org/tiny/resolve/"):
             self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-        elif not path.is_file():
-            self._answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.commit})
+            return
+        asked = self.path.split("/")[4]
+        commit = {"X-Repo-Commit": asked if asked.endswith("0" * 34) else self.commit}
+        if not path.is_file():
+            self._answer(404, b"", {"X-Error-Code": "EntryNotFound", **commit})
         else:
             tag = hashlib.sha1(path.read_bytes()).hexdigest()
-            self._answer(200, path.read_bytes(), {"ETag": f'"{tag}"', "X-Repo-Commit": self.commit})
+            self._answer(200, path.read_bytes(), {"ETag": f'"{tag}"', **commit})
 
     def _answer(self, code: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(code)
@@ -97,13 +101,13 @@ def hub_environment(address: str, home: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_run_is_merged_into_the_commit_that_it_was_trained_on(
+def test_a_run_goes_on_with_and_is_merged_into_the_commit_that_it_was_trained_on(
     served: tuple[str, type[Hub]], write_config: Callable[..., Path], sftplay: Callable[..., CompletedProcess[str]],
     tmp_path: Path,
 ):  # fmt: skip
     address, handler = served
     env = hub_environment(address, tmp_path / "hf")
-    config = write_config(model__name="org/tiny", train__max_steps=1)
+    config = write_config(model__name="org/tiny", train__max_steps=2, train__save_steps=1)
     done = sftplay("train", "--config", config, env=env)
     assert done.returncode == 0, done.stderr
     weights = handler.folder / "model.safetensors"
@@ -114,6 +118,16 @@ def test_a_run_is_merged_into_the_commit_that_it_was_trained_on(
     assert done.returncode == 0, done.stderr
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert all(bool((merged[name] == trained_on[name]).all()) for name in ("lm_head.weight", "model.norm.weight"))
+    run = next((tmp_path / "outputs").glob("*/manifest.json")).parent
+    result = run / "adapter" / "adapter_model.safetensors"
+    trained = load_file(result)
+    for lost in (result.parent, run / "checkpoints" / "checkpoint-2"):
+        shutil.rmtree(lost)
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | {"state": "stopped"}))
+    done = sftplay("resume", "--config", config, env=env)
+    assert done.returncode == 0, done.stderr
+    assert all(bool((value == trained[name]).all()) for name, value in load_file(result).items())
 
 
 @pytest.mark.contract
