@@ -68,6 +68,7 @@ def python_blocks(card: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", card, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_code_of_the_card_runs_with_no_kit_and_gives_the_text_of_plain_peft(run: Finished, exported: Path):
     code = python_blocks((exported / "README.md").read_text())[0].replace('"Hello"', '"why old boats"')
     done = subprocess.run(

@@ -63,6 +63,7 @@ def positions() -> Any:
         yield
 
 
+@pytest.mark.slow
 def test_the_folder_holds_checked_files_a_modelfile_and_a_card(
     call: Any, run: Finished, positions: Any, tmp_path: Path
 ):

@@ -149,7 +149,9 @@ def test_prompts_of_a_run_that_learns_from_rewards_are_its_held_out_ones(tiny_ll
     assert all(any(question in tokenizer.decode(ids) for question in asked) for ids in prompts)
 
 
-@pytest.mark.parametrize("merges", [False, True], ids=["trained on", "merged first"])
+@pytest.mark.parametrize(
+    "merges", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["trained on", "merged first"]
+)
 def test_run_that_began_with_an_adapter_is_merged_into_the_base_it_was_trained_on(
     merges: bool, inputs: Inputs, tmp_path: Path
 ):

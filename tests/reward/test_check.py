@@ -127,6 +127,7 @@ def test_a_function_that_is_not_there_is_named_with_its_line_before_a_run_begins
     assert not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_has_rewards_that_can_tell(path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

@@ -114,6 +114,7 @@ def test_a_batch_for_which_memory_does_not_suffice_is_halved(scored):
     assert sizes == [8, 4, 2, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_scored_has_no_value_and_a_reason(scored):
     columns = {"prompt": ["green", None, "light"], "level": [1, 2, 3]}
     with RewardSet(config(scored, options={"max_tokens": 40})) as rewards:

@@ -47,6 +47,7 @@ def run_planted(out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return gpu_check.run_table(args, list(planted_checks.CHECKS), module="planted_checks")
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_dies_or_runs_out_of_memory_leaves_the_others_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

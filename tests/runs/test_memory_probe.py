@@ -227,6 +227,7 @@ def oracle_on_path(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("oracle_on_path")
 def test_a_rehearsal_is_a_process_of_its_own_that_leaves_points(write_config: Callable[..., Path], tmp_path: Path):
     request = {"rows": [1, 2], "accumulates": True, "gauge": TENSORS}

@@ -562,7 +562,7 @@ def test_trials_of_tpe_are_compared_in_cohorts_so_that_later_ones_learn(home):
     assert home.starts().index("010") > max(n for n, name in enumerate(home.starts()) if int(name) < 10)
 
 
-@pytest.mark.parametrize("halving", [None, 2])
+@pytest.mark.parametrize("halving", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_tpe_goes_on_after_a_stop_as_it_would_have(home, halving):
     text = "sampler: tpe\ntrials: 12\nvalues: {train.learning_rate: {low: 0.001, high: 0.005}}"
     tables = []

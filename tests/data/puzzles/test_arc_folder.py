@@ -50,6 +50,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_training_has_as_many_pairs_as_the_published_code_learns(name: str, tmp_path: Path):
     parts, learned = PUBLISHED[name]
