@@ -180,8 +180,8 @@ class RunFolder:
         return {key: value for key, value in content.items() if key not in odd}
 
     def at_base_commit(self, cfg: RunConfig) -> RunConfig:
-        """Return `cfg` with the commit of the base on which this run began: the hub may have another one by now. Nothing
-        changes for a base that is not the hub's, or is that of an adapter, which names its revision.
+        """Return `cfg` with the commit of the base on which this run began: the hub may have another one by now. A base
+        that is not the hub's, or is that of an adapter, which names its revision, stays as it is.
         """
         commit = self.read_json("manifest.json").get("base_commit")
         return cfg.with_values({"model.revision": commit}, "manifest.json") if commit else cfg

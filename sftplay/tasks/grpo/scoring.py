@@ -66,6 +66,9 @@ class ScoredBatch:
     penalties: list[float] | None = None
     """What is added to each completion's reward for its length (grpo.overlong_buffer)."""
 
+    normalizes_each: bool = False
+    """Whether each reward is compared within its group by itself (grpo.aggregation: normalize_then_sum)."""
+
     @classmethod
     def concatenate(cls, parts: Sequence[ScoredBatch]) -> ScoredBatch:
         """Concatenate the batches of all ranks, in rank order."""
@@ -95,6 +98,16 @@ class ScoredBatch:
         pairs = zip(self.true_rewards, self.penalties, strict=True)
         return [value if value is None else value + penalty for value, penalty in pairs]
 
+    @property
+    def compared_rewards(self) -> list[Any]:
+        """What is compared within a group, for each completion; None where it is unknown. Completions of equal sums may
+        still teach where each reward is compared by itself.
+        """
+        if not self.normalizes_each:
+            return self.training_rewards
+        parts = (tuple(None if math.isnan(value) else value for value in line) for line in self.make_reward_matrix())
+        return [None if total is None else part for total, part in zip(self.training_rewards, parts, strict=True)]
+
     def make_reward_matrix(self) -> list[list[float]]:
         """Return the rewards that the model learns from, float [completions, rewards]; NaN where a reward abstains.
 
@@ -114,13 +127,14 @@ class ScoredBatch:
         rewards = self.training_rewards
         groups = split_known(rewards, num_generations)
         known = [value for group in groups for value in group]
-        compared = [max(group) == min(group) for group in groups if len(group) > 1]
+        compared = split_known(self.compared_rewards, num_generations)
+        are_equal = [len(set(group)) == 1 for group in compared if len(group) > 1]
         columns = {name: column.values for name, column in self.rewards.by_name.items()}
         unknown = sum(None in line for line in zip(*columns.values(), strict=True))
         figures = {
             "reward": find_mean(rewards),
             "reward_std": stdev(known) if len(known) > 1 else None,
-            "zero_variance_share": find_mean(compared),
+            "zero_variance_share": find_mean(are_equal),
             "abstained": unknown / len(self.rows),
             **{f"reward/{name}": find_mean(values) for name, values in columns.items()},
             **compute_program_figures(self.rewards.verdicts),
@@ -173,6 +187,7 @@ class RewardScorer:
         self.rewards, self.columns = RewardSet(cfg), tuple(columns)
         self._control, self._buffer = cfg.grpo.placebo_reward, cfg.grpo.overlong_buffer
         self._most_tokens = cfg.grpo.max_completion_length
+        self._normalizes_each = cfg.grpo.aggregation == "normalize_then_sum"
         self._missing_rewards = MissingRewardMonitor()
 
     def __enter__(self) -> RewardScorer:
@@ -225,6 +240,7 @@ class RewardScorer:
                 lengths=list(map(len, completion_ids)),
                 control=control,
                 penalties=penalties,
+                normalizes_each=self._normalizes_each,
             )
             batch = ScoredBatch.concatenate(gather_objects(local, heartbeat))
         self._missing_rewards.add(batch.rewards)
@@ -387,7 +403,7 @@ class DynamicSampler:
         self.first_figures = {f"first_{name}": figures[name] for name in ("reward", "zero_variance_share")}
         self._record_groups(batch, range(len(batch.rows) // self.group_size))
         for _ in range(self.rounds):
-            groups = find_zero_variance_groups(batch.training_rewards, self.group_size)
+            groups = find_zero_variance_groups(batch.compared_rewards, self.group_size)
             replacements = self._choose_replacements(groups, batch.rows[:: self.group_size])
             if not replacements:
                 break
@@ -408,7 +424,7 @@ class DynamicSampler:
         return batch, resampled
 
     def _record_groups(self, batch: ScoredBatch, groups: Collection[int]) -> None:
-        zero_variance = set(find_zero_variance_groups(batch.training_rewards, self.group_size))
+        zero_variance = set(find_zero_variance_groups(batch.compared_rewards, self.group_size))
         for group in groups:
             first = group * self.group_size
             # Equal rewards with an unknown one among them do not show zero variance.
@@ -454,7 +470,7 @@ class KeepDraws(Observer, ExportableState):
         return {"args": {}, "attributes": {"reserve": reserve, "drawn": self.trainer.sampling_totals}}
 
 
-def find_zero_variance_groups(rewards: Sequence[float | None], group_size: int) -> list[int]:
+def find_zero_variance_groups(rewards: Sequence[Any], group_size: int) -> list[int]:
     """Find the groups without two different known rewards, by number.
 
     >>> find_zero_variance_groups([1.0, 1.0, 0.0, 1.0, None, 0.5], 2)
@@ -463,7 +479,7 @@ def find_zero_variance_groups(rewards: Sequence[float | None], group_size: int) 
     return [number for number, known in enumerate(split_known(rewards, group_size)) if len(set(known)) < 2]
 
 
-def split_known(rewards: Sequence[float | None], group_size: int) -> list[list[float]]:
+def split_known(rewards: Sequence[Any], group_size: int) -> list[list[Any]]:
     """Return the known rewards of each group."""
     groups = (rewards[first : first + group_size] for first in range(0, len(rewards), group_size))
     return [[value for value in group if value is not None] for group in groups]

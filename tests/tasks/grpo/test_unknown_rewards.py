@@ -6,6 +6,7 @@ And what a line of metrics says of programs, cut-off ratios and fp16, next to ha
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from trl import GRPOTrainer
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.reward.table import RewardValues
 from sftplay.tasks.grpo.sampling import SamplingMixin
-from sftplay.tasks.grpo.scoring import DynamicSampler, ScoredBatch, compute_program_figures
+from sftplay.tasks.grpo.scoring import DynamicSampler, ScoredBatch, compute_program_figures, find_zero_variance_groups
 from sftplay.tasks.grpo.watch import read_policy_clip_share
 
 WEIGHTS = (1.0, 0.1)
@@ -74,6 +75,31 @@ def test_figures_are_means_of_what_is_known():
     lost = scored_batch(content=[None] * 8).compute_figures(4)
     assert (lost["reward"], lost["reward_std"], lost["zero_variance_share"]) == (None, None, None)
     assert all(math.isnan(value) for line in scored_batch(content=[None] * 8).make_reward_matrix() for value in line)
+
+
+def test_completions_of_equal_sums_and_other_parts_teach_where_each_reward_is_normalized(tmp_path: Path):
+    parts = scored_batch(content=[1.0, 0.9] * 2 + [1.0] * 4, form=[0.0, 1.0] * 2 + [1.0] * 4)
+
+    class Paid(GRPOTrainer):
+        def _calculate_rewards(self, *_: Any) -> torch.Tensor:
+            return torch.tensor(parts.make_reward_matrix())
+
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "reward_weights": list(WEIGHTS)}
+    rewards = [lambda **_: None, lambda **_: None]
+    for number, reward in enumerate(rewards):
+        reward.__name__ = f"r{number}"
+    for aggregation in ("sum_then_normalize", "normalize_then_sum"):
+        trainer = grpo_trainer(
+            tmp_path / aggregation, rows=[{"prompt": "a"}, {"prompt": "b"}], reward=rewards, kind=Paid,
+            multi_objective_aggregation=aggregation, **options,
+        )  # fmt: skip
+        trainer.train()
+        advantages = torch.tensor(list(trainer._logs["advantages"])).view(2, 4)
+        by_trl = [n for n, group in enumerate(advantages.abs() > 1e-3) if not group.any()]
+        batch = replace(parts, normalizes_each=aggregation == "normalize_then_sum")
+        assert find_zero_variance_groups(batch.compared_rewards, 4) == by_trl
+        assert batch.compute_figures(4)["zero_variance_share"] == len(by_trl) / 2
+    assert by_trl == [1]
 
 
 def test_a_prompt_passes_no_turn_because_of_rewards_that_are_not_known():
