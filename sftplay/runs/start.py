@@ -334,7 +334,8 @@ def archive_earlier_start(folder: RunFolder) -> None:
     """
     # Every run of the kit has one of these soon after its start.
     if not any((folder.path / name).exists() for name in (RESOLVED, "status.json", "manifest.json")):
-        first = ("logs", "base", "slurm*", ".lock", ".status.lock")  # a start, or a job waiting for one, makes these
+        # A start, or a job waiting for one, makes these; the last is what a kill leaves of the first file.
+        first = ("logs", "base", "slurm*", ".lock", ".status.lock", f".{RESOLVED}.*")
         names = [path.name for path in folder.path.iterdir()] if folder.path.is_dir() else []
         if others := sorted(name for name in names if not any(fnmatch(name, pattern) for pattern in first)):
             more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""

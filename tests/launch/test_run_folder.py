@@ -99,7 +99,8 @@ def test_a_folder_of_the_users_with_the_name_of_a_run_is_refused_and_stays_where
 
 def test_a_start_that_was_killed_before_it_wrote_anything_and_a_job_that_waits_hinder_nothing(config):
     folder = new_folder(config(run_name="mine"), "x.yaml")
-    for name in ("logs/rank0.log", ".lock", ".status.lock", "slurm.yaml", "slurm-17/env.txt"):
+    half = f".{RESOLVED}.30768"  # of a process with this pid that was killed while it wrote
+    for name in ("logs/rank0.log", ".lock", ".status.lock", "slurm.yaml", "slurm-17/env.txt", half):
         write_text(folder.path / name, "")
     archive_earlier_start(folder)
     assert (folder.path / "slurm.yaml").exists()
