@@ -132,7 +132,8 @@ def split_batch(
     if isinstance(batch, int):
         return Split(batch, share // batch, f"{share} rows a process in micro-batches of {batch}")
     if isinstance(accum, int):
-        return Split(share // accum, accum, f"{share} rows a process in {accum} micro-batches")
+        parts = f"in {accum} micro-batches" if accum > 1 else "at once"
+        return Split(share // accum, accum, f"{share} rows a process {parts}")
     usual = PLATEAU_TOKENS if estimate_for and has_gpu else TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
     tokens = most_tokens or usual
     room = max(1, tokens // (row_tokens or cfg.row_tokens))
