@@ -71,6 +71,7 @@ def test_a_run_of_sft_imports_no_more_than_before_in_the_parent_and_in_the_worke
         "--config",
         "configs/run_demo.yaml",
         f"output_dir={tmp_path}",
+        f"data.processed_dir={tmp_path / 'processed'}",  # rows that another test has prepared bring their lengths
         "train.max_steps=1",
         "eval.limit=2",
     ]
