@@ -198,9 +198,9 @@ PATHS = """## The path of a config value
 ## How far a reader walks
 
 `python benchmarks/walks.py` counts the files whose functions run in what a user asks for; `--list` names them. On
-2026-11-27, and before the house was turned (a866ee9): SFT to the end of the first optimizer step 119 (226), a row to
-labels 22 (44), a GRPO reward to the gradient 15 (26), a two-turn episode 22 (39), a plan of QLoRA 41 (86), a page of
-PDF 19 (34).
+2026-11-28, and before the house was turned (a866ee9): SFT to the end of the first optimizer step 119 (226), a row to
+labels 22 (44), a GRPO reward to the gradient 22 (26), a two-turn episode 24 (39), a plan of QLoRA 40 (86), a page of
+PDF 20 (34).
 
 Two more were followed by hand (13 files each). `train.learning_rate` from the YAML to the optimizer, 8 files:
 `commands/train.py`, `config/load.py`, `config/layers.py`, `config/train.py`, `plan/sizing.py`, `plan/decisions.py`,
