@@ -229,7 +229,8 @@ def _dataset_rules(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem(("task_mode", "datasets"), "cpt_mixed needs datasets", fix=fix)
         return
     if not cfg.learns_documents:
-        fix = "write task_mode: cpt_mixed, or name one file with data.train_path in their place"
+        mixed = "write task_mode: cpt_mixed, or " if cfg.task.is_probed else ""  # its rows are those of sft
+        fix = f"{mixed}put their rows into one file or folder, and name it with data.train_path"
         what = f"are for task modes cpt and cpt_mixed, not for {cfg.task_mode}"
         yield Problem(("datasets", "task_mode"), what, fix=fix)
     for name in ("train_path", "val_path", "test_path"):

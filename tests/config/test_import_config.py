@@ -242,6 +242,29 @@ def test_several_sets_are_mixed_and_the_head_says_what_that_means(tmp_path):
     assert re.search(r"^# - datasets.0.path: org/one - .*equal shares, as the sizes are not known", made.text, re.M)
 
 
+@pytest.mark.parametrize(
+    ("case", "key", "changes"),
+    [
+        (
+            "axolotl-dpo",
+            "datasets.0.path",
+            {"datasets": [{"path": "org/a", "type": "chatml.ultra"}, {"path": "org/b"}]},
+        ),
+        ("llamafactory-bare", "dataset", {"stage": "dpo", "dataset": "dpo_en_demo,ultrafeedback"}),
+        ("swift-dpo", "dataset", {"dataset": ["org/a", "org/b"]}),
+        ("trl-dpo", "dataset_mixer.org/a", {"dataset_name": None, "dataset_mixer": {"org/a": 1.0, "org/b": 1.0}}),
+    ],
+)
+def test_several_sets_of_pairs_are_refused_and_neither_one_alone_nor_another_task_trains(tmp_path, case, key, changes):
+    ours, fields, made = imported(tmp_path, case, **changes)
+    assert (ours["task_mode"], ours.get("data", {}).get("train_path")) == ("dpo", None)
+    assert fields[key]["verdict"] == "not_offered"
+    assert ["data.train_path" in problem.where for problem in made.problems] == [True]
+    head = made.text.partition("# NOT OFFERED, so `validate` refuses this config")[2].partition("\n\n")[0]
+    assert f"# - {key}: " in head
+    assert "into one file or folder, and name it with data.train_path" in head
+
+
 def test_dataset_info_says_where_rows_lie_and_their_number_is_their_share(tmp_path):
     info = {
         "mine": {"file_name": "mine.json", "columns": {"prompt": "frage", "response": "antwort"}},

@@ -82,7 +82,15 @@ NEEDED = ("model.name", "task_mode", "data.train_path", "datasets")
 
 
 def _without_refused(answer: Answer, reasons: Mapping[str, ConfigError]) -> Answer:
-    """The answer without a value that this kit's own rules refuse."""
+    """The answer without a value that this kit's own rules refuse. Several data sets go as a whole where the task reads
+    one: a run of the first would not be the same."""
+    if "datasets" in answer.values and "datasets" in reasons:
+        mixed = ("datasets", "cpt.weights_of", "task_mode")
+        answer = replace(answer, values={key: value for key, value in answer.values.items() if key not in mixed})
+        if answer.became != "datasets":
+            return answer
+        why = "this task reads one: put the rows of all into one file or folder, and name it with data.train_path"
+        return replace(answer, verdict="not_offered", became=None, why=why, refuses=True)
     blamed = {key: next((at for at in reasons if f"{at}.".startswith(f"{key}.")), None) for key in answer.values}
     refused = {key: reasons[at] for key, at in blamed.items() if at and key not in NEEDED}
     if not refused:
@@ -103,7 +111,7 @@ def _as_decided(answer: Answer, lines: Mapping[str, tuple[Any, str]]) -> Answer:
 
 def _find_lines(answered: Sequence[tuple[Leaf, Answer]], kit: Kit) -> dict[str, tuple[Any, str]]:
     """Key -> value and comment. The first leaf with a value decides, a refused kind of training before all, and what a
-    leaf became before what comes with it."""
+    leaf became before what comes with it. That several data sets are mixed decides the task last."""
     lines: dict[str, tuple[Any, str]] = {}
     first = sorted(answered, key=lambda pair: not pair[1].refuses)
     for leaf, answer in first:
@@ -111,7 +119,7 @@ def _find_lines(answered: Sequence[tuple[Leaf, Answer]], kit: Kit) -> dict[str, 
         if answer.became and answer.became in answer.values:
             said = f"; {answer.why}" if answer.why else ""
             lines.setdefault(answer.became, (answer.values[answer.became], f"{name} {_shown(leaf)}{said}"))
-    for leaf, answer in first:
+    for leaf, answer in sorted(first, key=lambda pair: "datasets" in pair[1].values):
         for key, value in answer.values.items():
             lines.setdefault(key, (value, f"by {leaf.key} {_shown(leaf)}"))
     return lines

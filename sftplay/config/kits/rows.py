@@ -97,14 +97,9 @@ def combine(sets: Sequence[DataSet]) -> tuple[dict[str, Any], str, bool]:
     columns = sets[0].columns if is_alike else {}
     values: dict[str, Any] = {}
     kinds = {one.kind for one in sets}
-    if "pairs" in kinds:
-        values = {"data.columns": sets[0].columns} if sets[0].columns else {}
-        values |= {"data.template": sets[0].template} if sets[0].template else {}
-        why = "pairs of several sets are not mixed: put them into one file" if len(sets) > 1 else ""
-        return {**values, "data.train_path": sets[0].path}, why, len(sets) > 1
     if kinds == {"cpt"}:
         values["task_mode"] = "cpt"
-    elif len(sets) > 1:
+    elif len(sets) > 1 and "pairs" not in kinds:
         values["task_mode"] = "cpt_mixed"
     formats = {one.format for one in sets if one.kind == "chat"}
     if len(formats) == 1 and formats != {"auto"}:
