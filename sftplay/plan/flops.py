@@ -83,7 +83,7 @@ def model_flops(shape: ModelShape, execution: MemorySetup) -> ModelFlops | None:
     outside, _ = _products(shape.linears_outside, execution.adapter, reached=embeddings_train)
     return ModelFlops(
         per_token=per_token + outside,
-        per_label_token=float(head * shape.vocab * shape.hidden),
+        per_label_token=float(head * shape.head_params),
         per_pair=float(passes),
         per_near_pair=float(passes_near),
         window=shape.sliding_window or next((k.sliding_window for k in shape.kinds if k.sliding_window), None),

@@ -176,7 +176,7 @@ def _layer_phase(
     if not size.accumulates:
         # The head's gradient is the first to be made and, untied, the embedding's the last.
         trained = trained_params(shape, setup)
-        head = shape.vocab * shape.hidden / trained if setup.trains_all else 0.0
+        head = shape.head_params / trained if setup.trains_all else 0.0
         layers = (shape.total_params - shape.other_params) / trained if setup.trains_all else 1.0
         early, late = gradients * head, gradients * (head + layers * (shape.layers - 1) / shape.layers)
         of_layer = gradients * layers / shape.layers
@@ -192,8 +192,7 @@ def _layer_phase(
         is_rounded = setup.has_autocast and setup.weight_bytes != setup.compute_bytes
         is_view = setup.head == "standard" and not is_rounded
         matrix = shape.vocab * shape.hidden * setup.trained_bytes
-        is_tied = shape.tied and setup.head != "score"  # a new head is not the embedding
-        embedding += matrix * (is_tied * (1 + is_view) + size.accumulates)
+        embedding += matrix * (shape.tied * (1 + is_view) + size.accumulates)
     else:
         embedding += copied_end(shape, setup)
     end = communication.buffers + communication.gathered

@@ -112,7 +112,7 @@ def flops_per_token(setting: Setting) -> float:
     # A multiplication and an addition each: forward, once more where it is recomputed, and for the gradients of the
     # input and of the weight where that trains.
     passes = 2 + setup.checkpointing + setup.trains_all
-    return float(2 * passes * (shape.product_params + shape.vocab * shape.hidden))
+    return float(2 * passes * (shape.product_params + shape.head_params))
 
 
 LABELS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -77,6 +77,7 @@ class ModelShape:
     state_leaks: bool = False  # True when layers carry a state along the row, from one packed row into the next
     linears_outside: tuple[Linear, ...] = ()  # linears outside the layers other than the head; not in `other_params`
     adds_router_loss: bool = False  # True when config.json asks for it: only whole scores come with it
+    head_outputs: int | None = None  # numbers that the head gives for a token; None: one for each word
     starts_at: int = 0  # of a kind: the place of its first layer
     # The kinds of layers, each with its count, where not all are alike. What is said of one layer is then that of the
     # most frequent kind.
@@ -86,6 +87,16 @@ class ModelShape:
     def kinds(self) -> tuple[ModelShape, ...]:
         """The kinds of layers, each of so many `layers`; the shape itself where all are alike."""
         return self.parts or (self,)
+
+    @property
+    def head_params(self) -> int:
+        """Weights of the head, which a tied one shares with the embedding."""
+        return self.hidden * (self.head_outputs or self.vocab)
+
+    def with_score_head(self) -> ModelShape:
+        """Return the shape with a new head of one score in the place of its own."""
+        old = 0 if self.tied else self.head_params
+        return replace(self, tied=False, head_outputs=1, other_params=self.other_params - old + self.hidden)
 
     @property
     def linear_params(self) -> int:

@@ -38,14 +38,15 @@ if TYPE_CHECKING:
 
 
 def known_shape(cfg: RunConfig) -> ModelShape | None:
-    """Return the shape of the config's model; None when only the hub knows it. Raise SftplayError where the puzzles
+    """Return the shape of the model that trains; None when only the hub knows it. Raise SftplayError where the puzzles
     that decide the shape of a model of puzzles are there, but not sound.
     """
     if not cfg.task.reads_text:
         from sftplay.plan.task_sizing import find_sizing
 
         return find_sizing(cfg).known_shape(cfg)
-    return find_shape(cfg.model.name, cfg.model.revision, builtin=BUILTIN_CONFIGS)
+    shape = find_shape(cfg.model.name, cfg.model.revision, builtin=BUILTIN_CONFIGS)
+    return shape.with_score_head() if shape and cfg.task.gives_score else shape
 
 
 def is_known(cfg: RunConfig) -> bool:

@@ -20,12 +20,13 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.machine.probe import probe
 from sftplay.plan.find_shape import find_shape
+from sftplay.plan.flops import model_flops
 from sftplay.plan.forecast import Device, Forecast, Hardware, RowLengths, Setting, forecast
 from sftplay.plan.memory import Size, standing_bytes
 from sftplay.plan.memory_setup import MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.plan.sizing import size_run
-from sftplay.runs.inputs import known_lengths
+from sftplay.runs.inputs import known_lengths, known_shape
 from sftplay.tasks.preference.load_pairs import load
 from sftplay.tasks.preference.losses import dpo_losses
 from sftplay.tasks.preference.plan import OTHER, PART_SCORES, PASS, PLAN, PairMemory
@@ -124,12 +125,21 @@ def test_a_step_of_pairs_takes_what_a_real_model_takes(
     assert scoring.peak <= moving[PASS] <= 1.25 * (scoring.peak + unseen)
 
 
-def test_a_step_of_a_reward_model_has_no_scores_over_the_vocabulary():
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_of_a_reward_model_has_no_scores_over_the_vocabulary_and_no_old_head(tied: bool, tmp_path: Path):
     config = Qwen2Config(
         vocab_size=20_000, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=tied,
     )  # fmt: skip
     model = to_score_model(Qwen2ForCausalLM(config).train(), pad_token_id=0, seed=1)
+    config.save_pretrained(tmp_path)
+    shape = known_shape(config_of(task_mode="reward_model", model__name=str(tmp_path)))
+    assert shape is not None
+    held = standing_bytes(shape, replace(ON_CPU, head="score"))
+    assert held.weights == sum(weight.nbytes for weight in model.parameters())
+    assert (held.gradients, held.optimizer) == (held.weights, 2 * held.weights)
+    assert (flops := model_flops(shape, ON_CPU)) is not None
+    assert flops.per_label_token == 6 * 128
     batch = batch_of(60)
 
     def step() -> None:
@@ -139,12 +149,7 @@ def test_a_step_of_a_reward_model_has_no_scores_over_the_vocabulary():
     with Beside(model) as learning:
         step()
     setup = replace(ON_CPU, checkpointing=False, head="score")
-    setting = Setting(
-        shape=shape_from_config(config.to_dict(), name="tiny"),
-        execution=setup,
-        device=HOST,
-        task=PairMemory(shares="yes"),
-    )
+    setting = Setting(shape=shape, execution=setup, device=HOST, task=PairMemory(shares="yes"))
     phases = forecast(setting, Size(rows=2, seq=60, accumulates=True)).footprint.phases
     moving = [sum(phases[name].get(part, 0) for part in MOVING) for name in ("head", "layer")]
     assert max(moving) == pytest.approx(learning.peak, rel=0.06)
