@@ -113,7 +113,7 @@ class Scorer:
         self.model, self.tokenizer, self.reading = model, tokenizer, reading
         self.renderer = Renderer.prove(tokenizer, tokenizer.chat_template, samples=[])
         self.max_tokens = max_tokens or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._batch_tokens = BATCH_TOKENS[model.device.type]
+        self.batch_tokens = BATCH_TOKENS[model.device.type]
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> RewardValues:
         """Return the score of each completion; None, with the reason, where the row has no question, the chat template
@@ -127,10 +127,7 @@ class Scorer:
                     raise DataError(f"{len(texts.pop(n)):,} tokens are more than the {self.max_tokens:,} it may have")
             except DataError as error:
                 scored.reasons.append(error.what)
-        values = score_rows(
-            self.model, list(texts.values()), pad=self.tokenizer.pad_token_id, batch_tokens=self._batch_tokens
-        )
-        for n, value in zip(texts, values, strict=True):
+        for n, value in zip(texts, self.score_rows(list(texts.values())), strict=True):
             scored.values[n] = value if isfinite(value) else None
             scored.reasons.extend([] if isfinite(value) else [f"its score is {value}"])
         return RewardValues(scored.values, list(dict.fromkeys(scored.reasons)))
@@ -151,33 +148,36 @@ class Scorer:
             raise DataError(found.problem, where="the reward model's chat template")
         return found.input_ids
 
+    def score_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Return the score of each row of token ids, in their order; rows are padded on the right. Where memory does
+        not suffice, this batch and all later ones are smaller.
+        """
+        import torch
 
-def score_rows(model: Any, rows: Sequence[Sequence[int]], *, pad: int, batch_tokens: int) -> list[float]:
-    """Return the score of each row of token ids, in their order; rows are padded on the right."""
-    import torch
-
-    order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
-    scores, at = [0.0] * len(rows), 0
-    while at < len(order):
-        width = len(rows[order[at]])
-        taken = order[at : at + max(1, batch_tokens // width)]
-        ids = torch.full((len(taken), width), pad)
-        mask = torch.zeros_like(ids)
-        for line, n in enumerate(taken):
-            ids[line, : len(rows[n])] = torch.tensor(rows[n])
-            mask[line, : len(rows[n])] = 1
-        try:
-            with torch.no_grad():
-                found = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device)).logits
-        except RuntimeError as error:
-            if len(taken) == 1 or not ran_out_of_memory(error):
-                raise
-            batch_tokens = width * (len(taken) // 2)
-            continue
-        for n, score in zip(taken, found[:, 0].float().tolist(), strict=True):
-            scores[n] = score
-        at += len(taken)
-    return scores
+        order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
+        scores, at = [0.0] * len(rows), 0
+        while at < len(order):
+            width = len(rows[order[at]])
+            taken = order[at : at + max(1, self.batch_tokens // width)]
+            ids = torch.full((len(taken), width), self.tokenizer.pad_token_id)
+            mask = torch.zeros_like(ids)
+            for line, n in enumerate(taken):
+                ids[line, : len(rows[n])] = torch.tensor(rows[n])
+                mask[line, : len(rows[n])] = 1
+            try:
+                with torch.no_grad():
+                    found = self.model(
+                        input_ids=ids.to(self.model.device), attention_mask=mask.to(self.model.device)
+                    ).logits
+            except RuntimeError as error:
+                if len(taken) == 1 or not ran_out_of_memory(error):
+                    raise
+                self.batch_tokens = width * (len(taken) // 2)
+                continue
+            for n, score in zip(taken, found[:, 0].float().tolist(), strict=True):
+                scores[n] = score
+            at += len(taken)
+        return scores
 
 
 def open_scorer(

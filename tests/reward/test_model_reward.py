@@ -9,9 +9,10 @@ import torch
 from processes import HANG_S
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from sftplay.config.data import DataConfig
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.reward.model_reward import find_score_model, score_rows
+from sftplay.reward.model_reward import find_score_model, open_scorer
 from sftplay.reward.reward_set import RewardSet
 from sftplay.reward.table import reward_problems
 from sftplay.tasks.reward_model.score_head import to_score_model
@@ -95,23 +96,26 @@ def test_a_batch_of_any_size_gives_the_same_scores(scored):
     rows = [list(range(3, 3 + n)) for n in (5, 1, 17, 9, 2)]
     with torch.no_grad():
         alone = [float(model(input_ids=torch.tensor([row])).logits[0, 0]) for row in rows]
+    scorer = open_scorer(path=str(scored), data=DataConfig(), output_dir="")
     for budget in (1, 20, 10**6):
-        assert score_rows(model, rows, pad=0, batch_tokens=budget) == pytest.approx(alone, abs=1e-5)
+        scorer.batch_tokens = budget
+        assert scorer.score_rows(rows) == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_batch_for_which_memory_does_not_suffice_is_halved(scored):
-    model = AutoModelForSequenceClassification.from_pretrained(scored).eval()
-    rows, sizes = [[5, 6, 7]] * 8, []
+def test_a_batch_for_which_memory_does_not_suffice_is_halved_and_later_calls_begin_with_the_half(scored):
+    scorer, sizes = open_scorer(path=str(scored), data=DataConfig(), output_dir=""), []
 
     def refuse_many(_model, _given, named):
         sizes.append(len(named["input_ids"]))
         if sizes[-1] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    model.register_forward_pre_hook(refuse_many, with_kwargs=True)
-    scores = score_rows(model, rows, pad=0, batch_tokens=1000)
-    assert scores == pytest.approx(scores[:1] * 8, abs=1e-5)
-    assert sizes == [8, 4, 2, 2, 2, 2]
+    expected = scorer(["salt"], prompt=["green"]).values
+    scorer.model.register_forward_pre_hook(refuse_many, with_kwargs=True)
+    for tried in ([8, 4, 2, 2, 2, 2], [2, 2, 2, 2]):
+        assert scorer(["salt"] * 8, prompt=["green"] * 8).values == pytest.approx(expected * 8, abs=1e-5)
+        assert sizes == tried
+        sizes.clear()
 
 
 @pytest.mark.slow
