@@ -131,23 +131,18 @@ class Forwarder:
             self._at_second(self._process)
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG); elsewhere nothing happens.
+def die_with_parent(parent: int | None = None, *, number: int = signal.SIGKILL) -> None:
+    """Ask Linux to send this process the signal `number` when its parent dies (prctl(2), PR_SET_PDEATHSIG); elsewhere
+    nothing happens.
 
     None for the `parent`'s pid means that the parent cannot have died before this call.
     """
     if sys.platform != "linux":
         return
     parent = parent or os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent died before the request took effect
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def outlive_parent() -> None:
-    """Take `die_with_parent` back."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, 0)
 
 
 def adopt_orphans() -> None:

@@ -31,13 +31,14 @@ from sftplay.errors import ConfigError, DataError, MachineError, RunError, Sftpl
 from sftplay.reward.reward_set import (
     START_S,
     describe_error,
+    end_children,
     forget_secrets,
     kill_group,
     settle_process,
     start_process,
 )
 from sftplay.reward.table import RewardValues, load_function
-from sftplay.signals import adopt_orphans, die_with_parent, outlive_parent
+from sftplay.signals import adopt_orphans, die_with_parent
 
 if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
@@ -326,41 +327,34 @@ def _host(control: socket.socket, spec: EnvironmentSpec, *, parent: int, describ
 def _fork_copies(
     control: socket.socket, environment: Any, tools: Mapping[str, Callable[..., Any]], spec: EnvironmentSpec
 ) -> None:
-    """Do what the parent asks for until it has left, and end the copies then."""
-    outlive_parent()  # its death shows here, and copies may have started processes
+    """Do what the parent asks for until it has left; the copies end with this process."""
     copies, kept = set[int](), {child.pid for child in psutil.Process().children()}  # which `make` has started
-    try:
-        while True:
-            order = _receive(control, None)
-            if "end" in order:
-                copies.discard(order["end"])
-                status = _end(order["end"])
-                if not order["is_alone"]:
-                    _end_orphans(kept | copies)
-                control.sendall(json.dumps({"status": status}).encode() + b"\n")
-                continue
-            sys.stdout.flush()
-            sys.stderr.flush()
-            try:
-                host = os.getpid()
-                ours, child_end = socket.socketpair()
-                pid = os.fork()
-            except OSError as error:  # no process or no file is left
-                control.sendall(str(error).encode()[:200])
-                continue
-            if pid == 0:
-                control.close()
-                ours.close()
-                _serve(child_end, environment, tools, host=host, seed=order["fork"], options=spec.tool_options)
-            copies.add(pid)
-            child_end.close()
-            socket.send_fds(control, [str(pid).encode()], [ours.fileno()])
+    while True:
+        order = _receive(control, None)
+        if "end" in order:
+            copies.discard(order["end"])
+            status = _end(order["end"])
+            if not order["is_alone"]:
+                end_children(kept | copies)
+            control.sendall(json.dumps({"status": status}).encode() + b"\n")
+            continue
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            host = os.getpid()
+            ours, child_end = socket.socketpair()
+            pid = os.fork()
+        except OSError as error:  # no process or no file is left
+            control.sendall(str(error).encode()[:200])
+            continue
+        if pid == 0:
+            control.close()
             ours.close()
-    finally:
-        for pid in copies:
-            with suppress(OSError):
-                _end(pid)
-        _end_orphans(kept)
+            _serve(child_end, environment, tools, host=host, seed=order["fork"], options=spec.tool_options)
+        copies.add(pid)
+        child_end.close()
+        socket.send_fds(control, [str(pid).encode()], [ours.fileno()])
+        ours.close()
 
 
 def _end(pid: int) -> int:
@@ -369,16 +363,6 @@ def _end(pid: int) -> int:
         with suppress(OSError):
             kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
-
-
-def _end_orphans(known: set[int]) -> None:
-    """End what a copy has left in sessions of its own: with the copy's death it has become this process's."""
-    while orphans := [child.pid for child in psutil.Process().children() if child.pid not in known]:
-        for pid in orphans:  # what they have started comes after them
-            known = known | {pid}  # one that may not be ended is tried once
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
 
 
 def _make(spec: EnvironmentSpec) -> tuple[Any, dict[str, Callable[..., Any]], set[str]]:

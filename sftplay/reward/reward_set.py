@@ -12,7 +12,7 @@ import re
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -162,15 +162,49 @@ def start_process(owner: object, target: Callable[..., None], *given: Any, **nam
     return process, Finalize(owner, kill_group, args=(process,), exitpriority=0)
 
 
+PARENT_DIED = signal.SIGUSR2
+
+
 def settle_process(parent: int) -> None:
-    """Make this process one for foreign code: it ends with its parent, and not by the signals that stop a run."""
-    die_with_parent(parent)
+    """Go on in a child that is made for foreign code: it ignores the signals that stop a run, and ends with `parent`,
+    as does all that it starts.
+
+    This process stays between the two and ends them, because Linux ends a child with its parent, but no grandchild.
+    """
     for number in STOP_SIGNALS:  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.setpgid(0, 0)
     os.dup2(2, 1)  # what foreign code prints is no output of the command
-    adopt_orphans()  # so that `kill_group` finds them
+    between, awaited = os.getpid(), {signal.SIGCHLD, PARENT_DIED}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    die_with_parent(parent, number=PARENT_DIED)
+    adopt_orphans()
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+        die_with_parent(between)
+        adopt_orphans()  # so that `kill_group` finds them
+        return
+    is_over = False
+    while not is_over:
+        is_over = signal.sigwait(awaited) == PARENT_DIED
+        while not is_over and (ended := os.waitpid(-1, os.WNOHANG)[0]):
+            is_over = ended == child
+    end_children()
+    os._exit(0)
+
+
+def end_children(known: Set[int] = frozenset()) -> None:
+    """End the children of this process, but for the `known` ones, and what they leave to it with their death."""
+    import psutil
+
+    while found := [child.pid for child in psutil.Process().children() if child.pid not in known]:
+        for pid in found:
+            known = known | {pid}  # one that may not be ended is tried once
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 _forgotten = set[str]()  # names of the secrets that this process got and does not show

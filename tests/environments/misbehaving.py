@@ -77,6 +77,12 @@ def make(limit: int = 2) -> Game:
     return Game(limit)
 
 
+def make_with_server(pid_file: str) -> Game:
+    with open(pid_file, "w") as file:
+        file.write(str(subprocess.Popen(["sleep", str(HANGS_S)], start_new_session=True).pid))
+    return Game(2)
+
+
 def make_broken() -> Game:
     raise RuntimeError("no board")
 

@@ -208,7 +208,10 @@ TRAINER = """
 from sftplay.environments.processes import EnvironmentHost, EnvironmentSpec
 
 if __name__ == "__main__":
-    with EnvironmentHost(EnvironmentSpec(environment="{file}:make", deadline_s=600)) as host:
+    spec = EnvironmentSpec(
+        environment="{file}:make_with_server", environment_options={{"pid_file": "{server}"}}, deadline_s=600
+    )
+    with EnvironmentHost(spec) as host:
         copy = host.fork(1)
         copy.ask(reset={{}})
         print(copy._pid, flush=True)
@@ -217,8 +220,8 @@ if __name__ == "__main__":
 
 
 def test_what_an_environment_has_started_ends_with_a_trainer_that_is_killed(tmp_path: Path):
-    script = tmp_path / "trainer.py"
-    script.write_text(TRAINER.format(file=FILE))
+    script, server = tmp_path / "trainer.py", tmp_path / "server"
+    script.write_text(TRAINER.format(file=FILE, server=server))
     root = str(Path(__file__).parents[2])
     trainer = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root}
@@ -228,8 +231,9 @@ def test_what_an_environment_has_started_ends_with_a_trainer_that_is_killed(tmp_
         group = int(trainer.stdout.readline())
         try:
             wait_until(lambda: count_members(group) == 2)
+            assert is_alive(int(server.read_text()))
             trainer.kill()
-            wait_until(lambda: count_members(group) == 0)
+            wait_until(lambda: count_members(group) == 0 and not is_alive(int(server.read_text())), 60.0)
         finally:
             trainer.kill()
             with suppress(ProcessLookupError):

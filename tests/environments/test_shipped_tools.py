@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -103,7 +104,8 @@ def test_a_completion_calls_the_shipped_tools_in_a_process_of_its_own():
 def test_a_call_that_is_ended_at_the_deadline_leaves_no_box():
     options = {"python": {"timeout": HANG_S, "executor": "bwrap"}}
     with EnvironmentHost(EnvironmentSpec(tools=["python"], tool_options=options, deadline_s=HANG_S)) as host:
-        process, opener = host.fork(0), host._process.pid
+        process = host.fork(0)
+        (opener,) = [child.pid for child in psutil.Process(host._process.pid).children()]
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(process.ask, 4.0, call="python", arguments={"code": "while True: pass"})
             wait_until(lambda: boxes_of(opener) or asked.done())

@@ -197,6 +197,32 @@ def test_a_call_that_nobody_closes_does_not_keep_the_interpreter(tmp_path):
     assert not is_alive(int(done.stdout))
 
 
+KILLED = """
+import sys, time
+from sftplay.reward.reward_set import RewardWorker
+
+if __name__ == "__main__":
+    call = RewardWorker(sys.argv[1], {}, deadline_s=600.0)
+    call(["a"], pid_file=[sys.argv[2]])
+    print(call._process.pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("name", ["starts_another", "starts_a_session"])
+def test_what_a_function_has_started_ends_with_a_trainer_that_is_killed(tmp_path, name):
+    (tmp_path / "rewards.py").write_text(USER)
+    (tmp_path / "trainer.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "trainer.py"), f"{tmp_path}/rewards.py:{name}", str(tmp_path / "pid")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        process, started = int(trainer.stdout.readline()), int((tmp_path / "pid").read_text())
+        assert is_alive(started)
+        trainer.kill()
+    wait_until(lambda: not is_alive(started) and not is_alive(process), 60.0)
+
+
 def test_a_function_that_takes_too_long_to_load_is_said_so(tmp_path, monkeypatch):
     (tmp_path / "late.py").write_text(
         "import time\nwhile True: time.sleep(60)\ndef f(completions, **_): return [1.0]\n"
