@@ -210,17 +210,23 @@ def end_children(known: Set[int] = frozenset()) -> None:
 _forgotten = set[str]()  # names of the secrets that this process got and does not show
 
 
+def find_secrets() -> list[str]:
+    """Return the names of the variables that foreign code does not get."""
+
+    def is_secret(name: str, value: str) -> bool:
+        holds_one = without_secrets(value) != value and not name.lower().endswith("_proxy")
+        return (holds_one or _SECRET.search(name) is not None) and f"{PASSED}{name}" not in os.environ
+
+    return sorted(name for name, value in os.environ.items() if not name.startswith(PASSED) and is_secret(name, value))
+
+
 def forget_secrets() -> None:
     """Remove the secrets from this process's environment, but for those that are passed on purpose."""
-    found = dict(os.environ)
-    for name, value in found.items():
-        holds_secret = without_secrets(value) != value and not name.lower().endswith("_proxy")
-        if name.startswith(PASSED) or holds_secret or _SECRET.search(name):
-            _forgotten.add(name)
-            del os.environ[name]
-    passed = {name.removeprefix(PASSED): value for name, value in found.items() if name.startswith(PASSED)}
-    os.environ.update(passed)
-    _forgotten.difference_update(passed)
+    for name in find_secrets():
+        _forgotten.add(name)
+        del os.environ[name]
+    for name in [name for name in os.environ if name.startswith(PASSED)]:
+        os.environ[name.removeprefix(PASSED)] = os.environ.pop(name)
 
 
 def kill_group(process: Any) -> None:

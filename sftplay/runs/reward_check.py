@@ -15,20 +15,25 @@ from sftplay.data.problem import Problem
 from sftplay.data.prompts import read_reward_columns, to_prompt
 from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Refused, Source
-from sftplay.environments.processes import open_single_turns
+from sftplay.environments.processes import EnvironmentSpec, open_single_turns
 from sftplay.errors import DataError
 from sftplay.reward.check import TRIED_ROWS, Case, check_before_training
 from sftplay.reward.code_rewards import find_code, read_limits
-from sftplay.reward.reward_set import RewardSet, aligned
-from sftplay.reward.table import judges_form, missing_column, reward_problems
+from sftplay.reward.reward_set import PASSED, RewardSet, aligned, find_secrets
+from sftplay.reward.table import is_user_function, judges_form, missing_column, reward_problems
+
+OPEN_ENVIRONMENTS = ("openenv", "verifiers")
+"""Shipped environments in which code of the user's choice runs."""
 
 
 def try_rewards(cfg: RunConfig) -> None:
-    """Refuse rewards that cannot be asked, or that cannot tell right answers from junk, before a model is opened.
+    """Refuse rewards that cannot be asked, or that cannot tell right answers from junk, before a model is opened. Say
+    first what functions of the user do not get.
 
     Only rewards that a model learns from must tell them apart: not those that other tasks measure, nor those that a
     placebo replaces. Raises what `RewardSet`, `check_before_training` and `check_solutions` raise.
     """
+    _say_withheld(cfg)
     with RewardSet(cfg) as rewards, open_single_turns(cfg) as single_turns:
         if not cfg.task.learns_from_rewards or (cfg.task.turns == 1 and cfg.grpo.placebo_reward is not None):
             return
@@ -37,6 +42,16 @@ def try_rewards(cfg: RunConfig) -> None:
         check_solutions(cfg, rewards)
         rows, places = [columns for columns, _ in found], [place for _, place in found]
         check_before_training(cfg, rows, rewards=rewards, places=places, single_turns=single_turns)
+
+
+def _say_withheld(cfg: RunConfig) -> None:
+    """Name the variables that the user's rewards, tools and environments would look for in vain."""
+    spec = EnvironmentSpec.from_config(cfg)
+    uses = [reward.use for reward in cfg.rewards] + ([spec.environment or "", *spec.tools] if spec else [])
+    names = [name for name in find_secrets() if not name.startswith("SFTPLAY_")]
+    if names and any(is_user_function(use) or use in OPEN_ENVIRONMENTS for use in uses):
+        said = "note: rewards, tools and environments of yours do not get the secrets"
+        log.say(f"{said} {', '.join(names)}: export {PASSED}{names[0]}=... to pass that one on", "reward")
 
 
 def check_solutions(cfg: RunConfig, rewards: RewardSet) -> None:

@@ -1,6 +1,7 @@
 """What `reward-check` says of honest rewards, of those that can be hacked, and of those that fail."""
 
 import json
+import os
 from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
@@ -150,13 +151,27 @@ def before_training(rewards, rows=ROWS):
 
 
 @pytest.mark.contract
-def test_a_run_that_would_learn_from_such_a_reward_does_not_begin(tmp_path, user, capsys):
+def test_a_run_that_would_learn_from_such_a_reward_does_not_begin_and_names_what_its_function_does_not_get(
+    tmp_path, user, capsys, monkeypatch
+):
+    for name in [name for name in os.environ if "KEY" in name or "TOKEN" in name or "AUTH" in name]:
+        monkeypatch.delenv(name)
+    for name in ("JUDGE_API_KEY", "MAIL_TOKEN", "SFTPLAY_PASS_MAIL_TOKEN"):
+        monkeypatch.setenv(name, "1")
     bad = {"name": "hack", "use": f"{user}:has_mark"}
     path, out = config(tmp_path, [bad]), tmp_path / "out"
     small = ["task_mode=grpo", f"output_dir={out}", "train.effective_batch_size=8"]
     assert main(["train", "--config", path, *small]) == 5
-    assert "hack: cannot tell" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "hack: cannot tell" in said.err
     assert not out.exists()
+    (line,) = [line for line in said.out.splitlines() if "JUDGE_API_KEY" in line]
+    assert "do not get the secrets" in line
+    assert "MAIL_TOKEN" not in line
+    assert "export SFTPLAY_PASS_JUDGE_API_KEY=..." in line
+    shipped = config(tmp_path, [{"name": "mark", "use": "regex", "options": {"pattern": "lorem.*"}}])
+    assert main(["train", "--config", shipped, *small]) == 5
+    assert "JUDGE_API_KEY" not in capsys.readouterr().out
     assert main(["train", "--config", path, *small, "--dry-run"]) == 0
 
 
