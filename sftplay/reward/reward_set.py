@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sftplay.errors import ConfigError, RunError, SftplayError, without_secrets
-from sftplay.reward.table import SHIPPED, RewardValues, is_user_function, judges_form, load_function
+from sftplay.reward.table import ENVIRONMENT_REWARD, SHIPPED, RewardValues, is_user_function, judges_form, load_function
 from sftplay.signals import STOP_SIGNALS, adopt_orphans, die_with_parent
 
 if TYPE_CHECKING:  # the process of a reward starts faster without
@@ -65,9 +65,15 @@ class RewardWorker:
         """Score the completions; `columns` are aligned with them."""
         if self._takes_batch:
             return self._whole(completions, columns)
-        scores = RewardValues([])
+        scores, shipped = RewardValues([]), SHIPPED[self.use]
+        known = (*self.options, ENVIRONMENT_REWARD)  # the environment itself says why it gave none
+        needed = [name for name in shipped.columns if shipped.judges == "content" and name not in known]
         for at in range(len(completions)):
-            one = self._whole(completions[at : at + 1], {name: value[at : at + 1] for name, value in columns.items()})
+            row = {name: value[at : at + 1] for name, value in columns.items()}
+            lacks = next((name for name in needed if row.get(name) == [None]), "")
+            one = (
+                RewardValues([None], [f"a row has no {lacks}"]) if lacks else self._whole(completions[at : at + 1], row)
+            )
             scores.values.extend(one.values)
             scores.reasons.extend(reason for reason in one.reasons if reason not in scores.reasons)
         return scores
@@ -89,11 +95,9 @@ class RewardWorker:
 
     def close(self) -> None:
         """End the process, if there is one."""
-        if self._process is not None:
+        if self._process is not None and self._at_exit is not None:
             kill_group(self._process)
-        if self._at_exit is not None:
             self._at_exit.cancel()
-        if self._process is not None:
             self._process.join()
             self._process.close()
         if self._pipe is not None:

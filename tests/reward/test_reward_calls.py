@@ -160,6 +160,14 @@ def test_a_column_replaces_no_option_and_no_completion(tmp_path):
     call.close()
 
 
+@pytest.mark.parametrize(("use", "options"), [("exact_match", {"after": "####"}), ("math", {})])
+def test_a_row_without_an_answer_has_no_value_and_the_reason_says_so(use, options):
+    with closing(RewardWorker(use, options, deadline_s=HANG_S)) as call:
+        scores = call(["#### None", "#### 4", "#### 5"], answer=[None, "4", "4"])
+    assert scores.values == [None, 1.0, 0.0]
+    assert scores.reasons == ["a row has no answer"]
+
+
 def test_one_answer_that_hangs_a_shipped_reward_costs_only_itself():
     with closing(RewardWorker("regex", {"pattern": r"(a+)+b"}, deadline_s=10.0)) as call:
         scores = call(["aab", "a" * 60, "ab"])
