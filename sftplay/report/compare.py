@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from sftplay.config.resolved import flow
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.figures import as_number, change, find_name, format_figure
 from sftplay.report.history import RECENT_LOSS
@@ -78,10 +79,11 @@ def comparison_table(comparison: dict[str, Any]) -> str:
             rows.append([f"  {row['name'].removesuffix(key)}{find_name(key)}", *cells])
         lines += ["", Table(head=[title, "a", "b", "b - a"], rows=rows).format()] if rows else []
     for title in ("config", "data", "versions"):
+        write = flow if title == "config" else _show
         rows = [
-            [f"  {row['key']}", _shorten(row["a"]), _shorten(row["b"])]
+            [f"  {row['key']}", *(_shorten(write(row[side])) for side in "ab")]
             for row in comparison[title]
-            if row["a"] != row["b"]
+            if type(row["a"]) is not type(row["b"]) or row["a"] != row["b"]
         ]
         lines += ["", Table(head=[title, "a", "b"], rows=rows).format() if rows else f"{title}: no difference"]
     return "\n".join(lines)
@@ -190,6 +192,9 @@ def describe_versions(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _shorten(value: object) -> str:
-    text = "–" if value is None else "".join(c if c.isprintable() else "?" for c in str(value))
+def _show(value: object) -> str:
+    return "–" if value is None else "".join(c if c.isprintable() else "?" for c in str(value))
+
+
+def _shorten(text: str) -> str:
     return text if len(text) <= 34 else f"{text[:33]}…"
