@@ -120,7 +120,7 @@ def pick_answers(run: RunFiles, prefix: str) -> list[Block]:
     """Return answers of eval/<prefix>before.jsonl and <prefix>after.jsonl; none when there are none after training."""
 
     def read_rows(side: str) -> Iterator[dict[str, Any]]:
-        rows = run.rows(f"eval/{run.stands_for.get(f'{prefix}{side}', f'{prefix}{side}')}.jsonl")
+        rows = run.answers(f"{prefix}{side}")
         return (row for row in rows if isinstance(row.get("row"), int | str) and "prediction" in row)
 
     # The files may be large: a first pass reads the verdicts, a second one the rows that are shown.
