@@ -90,6 +90,8 @@ def test_two_runs_are_compared_by_the_answers_and_rewards_that_they_have(run: Fi
     ]
     rows = {row["name"]: (row["a"], row["b"]) for row in (*comparison["figures"], *comparison["training"])}
     folders = [each.folder.eval for each in (run, other)]
+    last, after = (json.loads((folders[1] / f"{name}.json").read_text()) for name in ("step-3", "after"))
+    assert after.items() <= last.items()  # of the same weights, also how long the answers are
     for side, names in (("before", ("step-0", "step-0")), ("after", ("step-3", "after"))):
         found = [json.loads((folder / f"{name}.json").read_text()) for folder, name in zip(folders, names, strict=True)]
         for key in ("reward", "reward/right", "reward/e", "pass"):
