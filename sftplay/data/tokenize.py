@@ -348,10 +348,11 @@ class Preparation:
         for side, path in paths.items():
             found = counts[side]
             n_cut = found.cut + found.dropped[CUT_AWAY]
-            if n_cut > (1 - KEPT_WHOLE) * found.read:
+            if n_cut > (1 - KEPT_WHOLE) * found.read and found.lost_share:
+                lost = f"{found.lost_share:.0%}" if found.lost_share >= 0.005 else "less than 1%"
                 warnings.append(
                     f"{path}: {n_cut:,} of {found.read:,} rows are cut at {self._max_tokens:,} tokens, which loses"
-                    f" {found.lost_share:.0%} of what they teach; the longest has {found.longest:,};"
+                    f" {lost} of what they teach; the longest has {found.longest:,};"
                     f" model.max_seq_len: {found.length_that_keeps(KEPT_WHOLE)} keeps 99 % of them whole"
                 )
         return {

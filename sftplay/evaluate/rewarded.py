@@ -17,7 +17,7 @@ from sftplay.data.load_prompts import Prompts, Question
 from sftplay.environments.rollouts import Rollouts, TurnRecord, abstain_where_failed, compute_turn_figures, turn_columns
 from sftplay.evaluate.code import mean_pass_at_k
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer, write_measurement
-from sftplay.generate.generate import Generator, answer_all, answer_ids
+from sftplay.generate.generate import Generator, answer_ids
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.reward_set import RewardSet, aligned, combined
 from sftplay.reward.table import has_full_value
@@ -148,8 +148,10 @@ def evaluate_prompts(model: Any, prompts: Prompts, *, cfg: RunConfig, path: Path
             records, lengths = [ids.record for ids in found], [ids.n_sampled for ids in found]
             texts = [record.answer for record in records]
         else:
-            texts = answer_all(generator, [question.ids for question in questions], batch_size=cfg.eval.batch_size)
-            lengths = [len(renderer.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+            show = partial(log.progress, total=len(questions), what="answered", tag="eval")
+            prompt_ids = [question.ids for question in questions]
+            ids = answer_ids(generator, prompt_ids, batch_size=cfg.eval.batch_size, progress=show)
+            texts, lengths = renderer.tokenizer.batch_decode(ids, skip_special_tokens=True), list(map(len, ids))
     columns = prompts.report["columns"]
     with RewardSet(cfg) as reward_set:
         answers = reward_answers(

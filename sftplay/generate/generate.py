@@ -195,38 +195,36 @@ def answer_all(
     `rows` are the numbers that seed the random numbers, None for the places in `prompts`. `progress` is called with
     the number of answers so far; None shows it to the user.
     """
-    numbers = range(len(prompts)) if rows is None else rows
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    answers = [""] * len(prompts)
     show = progress or partial(log.progress, total=len(prompts), what="answered", tag="eval")
-
-    def answer(part: slice) -> int:
-        places = order[part]
-        batch, batch_numbers = [prompts[i] for i in places], [numbers[i] for i in places]
-        for i, text in zip(places, answer_batch(generator, batch, rows=batch_numbers), strict=True):
-            answers[i] = text
-        return part.stop
-
-    for done in AdaptiveBatches(batch_size, "answering").map(len(order), answer):
-        show(done)
-    return answers
+    ids = answer_ids(generator, prompts, batch_size=batch_size, rows=rows, progress=show)
+    return list(generator.tokenizer.batch_decode(ids, skip_special_tokens=True))
 
 
-def answer_ids(generator: Generator, prompts: Sequence[list[int]], *, batch_size: int) -> list[list[int]]:
-    """Return the ids of the answer to each prompt, in order, up to its end token, which is among them."""
+def answer_ids(
+    generator: Generator,
+    prompts: Sequence[list[int]],
+    *,
+    batch_size: int,
+    rows: Sequence[int] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[list[int]]:
+    """Return the ids of the answer to each prompt, in order, up to its end token, which is among them; else as
+    `answer_all`."""
+    numbers = range(len(prompts)) if rows is None else rows
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
     ends, answers = set(generator.all_end_ids), [list[int]() for _ in prompts]
 
-    def answer(part: slice) -> None:
+    def answer(part: slice) -> int:
         places = order[part]
         ids, mask = left_padded([prompts[n] for n in places], generator.tokenizer.pad_token_id)
-        out = generator.generate(ids, mask, rows=places)[:, ids.shape[1] :].tolist()
+        out = generator.generate(ids, mask, rows=[numbers[n] for n in places])[:, ids.shape[1] :].tolist()
         for n, found in zip(places, out, strict=True):
             length = next((at + 1 for at, token in enumerate(found) if token in ends), len(found))
             answers[n] = found[:length]
+        return part.stop
 
-    for _ in AdaptiveBatches(batch_size, "answering").map(len(order), answer):
-        pass
+    for done in AdaptiveBatches(batch_size, "answering").map(len(order), answer):
+        progress(done)
     return answers
 
 

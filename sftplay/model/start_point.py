@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sftplay.atomic import read_object
 from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
@@ -99,14 +100,16 @@ def _error(cfg: RunConfig, key: str, *, what: str, fix: str) -> ConfigError:
 
 
 def find_adapter_base(adapter: Path) -> tuple[str, str | None]:
-    """Return the name or folder of the base that an adapter belongs to, and its revision."""
+    """Return the name or folder of the base that an adapter belongs to, and its revision: for the adapter of a run the
+    commit of the hub that it was trained on."""
     stored = read_adapter(adapter)
-    kept_base = adapter.parent / "base"
-    if (adapter.parent / RESOLVED).is_file() and kept_base.is_dir():
+    kept_base, is_run = adapter.parent / "base", (adapter.parent / RESOLVED).is_file()
+    if is_run and kept_base.is_dir():
         model = load_config(adapter.parent / RESOLVED).model
         is_builtin = model.name.startswith(BUILTIN) and not model.merge_adapter
         return (model.name if is_builtin else str(kept_base.resolve())), None
-    return str(stored.get("base_model_name_or_path")), stored.get("revision")
+    commit = read_object(adapter.parent / "manifest.json").get("base_commit") if is_run else None
+    return str(stored.get("base_model_name_or_path")), commit or stored.get("revision")
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
@@ -178,13 +181,13 @@ def _resolve_adapter(cfg: RunConfig) -> RunConfig:
         files = f"if that model only moved, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
         what = f"the adapter {found} belongs to {base}, not to {start}"
         raise _error(cfg, NAME, what=what, fix=f"write model.name: {base}; {files}")
-    if revision != cfg.model.revision and not Path(base).is_dir():
-        what = f"the adapter {found} belongs to revision {revision} of {base}, not to {cfg.model.revision}"
+    is_on_hub, given = not Path(base).is_dir(), cfg.model.revision
+    if is_on_hub and given not in (revision, read_adapter(found).get("revision")):
+        what = f"the adapter {found} belongs to revision {revision} of {base}, not to {given}"
         raise _error(cfg, "model.revision", what=what, fix=f"write model.revision: {revision or 'null'}")
-    absolute = str(found.resolve())
-    if absolute == name:
-        return cfg
-    return cfg.with_values({ADAPTER: absolute}, f"{cfg.origins.get(ADAPTER, 'default')} ({name})")
+    values: dict[str, Any] = {ADAPTER: absolute} if (absolute := str(found.resolve())) != name else {}
+    values |= {"model.revision": revision} if is_on_hub and given != revision else {}
+    return cfg.with_values(values, f"{cfg.origins.get(ADAPTER, 'default')} ({name})") if values else cfg
 
 
 def _find(cfg: RunConfig, key: str, *, name: str) -> Path | None:

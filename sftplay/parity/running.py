@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from sftplay.atomic import locked
@@ -30,15 +30,24 @@ def checkpoint_as_run(cfg: RunConfig, folder: RunFolder) -> Iterator[tuple[RunFo
         ConfigError: there is no complete checkpoint yet.
         RunError: the checkpoint holds its weights in parts of ranks, or was removed before it could be linked.
     """
-    for left in folder.path.glob(".parity-*"):
-        with suppress(OSError), locked(left, waits=False):
-            shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=".parity-", dir=folder.path) as place, locked(Path(place)):
-        view = RunFolder(Path(place))
+    with ExitStack() as held:
+        with locked(folder.path):  # otherwise another process takes the new folder for one that was left
+            for left in folder.path.glob(".parity-*"):
+                with suppress(OSError), locked(left, waits=False):
+                    shutil.rmtree(left)
+            view = RunFolder(Path(tempfile.mkdtemp(prefix=".parity-", dir=folder.path)))
+            held.enter_context(locked(view.path))
+        held.callback(_remove, folder, view)
         for path in folder.path.iterdir():
             if not path.name.startswith(".parity-"):
                 (view.path / path.name).symlink_to(path.absolute())
         yield view, _link_newest(folder, view.path / ("model" if cfg.tuning.mode == "full" else "adapter"))
+
+
+def _remove(folder: RunFolder, view: RunFolder) -> None:
+    if view.path.is_dir():  # else the run was moved, and a lock would make a file where it was
+        with locked(folder.path):
+            shutil.rmtree(view.path)
 
 
 def _link_newest(folder: RunFolder, target: Path) -> Path:

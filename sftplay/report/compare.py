@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from sftplay.config.resolved import flow
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.figures import as_number, change, find_name, format_figure
 from sftplay.report.history import RECENT_LOSS
@@ -22,6 +23,9 @@ Row = dict[str, Any]
 
 UNTRAINED_KEYS = ("run_name", "output_dir", "train.resume")
 """Config keys that say nothing about what was trained."""
+
+ASKED = ("prompt", "problem", "reference", "chosen", "rejected")
+"""What a line of answers says of the row that was asked."""
 
 
 def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def list_results(run: RunFiles) -> dict[str, float]:
     tags = [tag for tag in run.evals if not tag.startswith(("step-", "perplexity"))]
     found: dict[str, Any] = {}
     for tag in sorted(tags, key=lambda tag: (tag not in ("after", "before"), tag)):
-        found |= {f"{tag} {key}": value for key, value in run.evals[tag].items()}
+        found |= {f"{tag} {key}": value for key, value in run.evals[tag].items() if key not in ("step", "seconds")}
     found |= dict(source_figures(run))
     numbers = {name: as_number(value) for name, value in found.items()}
     return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
@@ -78,10 +82,11 @@ def comparison_table(comparison: dict[str, Any]) -> str:
             rows.append([f"  {row['name'].removesuffix(key)}{find_name(key)}", *cells])
         lines += ["", Table(head=[title, "a", "b", "b - a"], rows=rows).format()] if rows else []
     for title in ("config", "data", "versions"):
+        write = flow if title == "config" else _show
         rows = [
-            [f"  {row['key']}", _shorten(row["a"]), _shorten(row["b"])]
+            [f"  {row['key']}", *(_shorten(write(row[side])) for side in "ab")]
             for row in comparison[title]
-            if row["a"] != row["b"]
+            if type(row["a"]) is not type(row["b"]) or row["a"] != row["b"]
         ]
         lines += ["", Table(head=[title, "a", "b"], rows=rows).format() if rows else f"{title}: no difference"]
     return "\n".join(lines)
@@ -104,10 +109,19 @@ def _list_figures(one: dict[str, Any], two: dict[str, Any]) -> list[Row]:
 
 
 def _training_figures(run: RunFiles) -> Iterator[tuple[str, float | None]]:
-    history, held_out = run.history, run.curve("loss")
+    history, held_out, measured = run.history, run.curve("loss"), run.measured()
     yield "step", float(run.step)
-    yield "last training_loss", history.newest("loss")
+    if run.learns_from_rewards:  # its loss says nothing
+        from sftplay.report.rewards import reward_ends
+
+        for key, ends in reward_ends(run).items():
+            yield from zip((f"first sampled {key}", f"last sampled {key}"), ends, strict=True)
+    else:
+        yield "last training_loss", history.newest("loss")
     yield "last held_out_loss", held_out[-1][1] if held_out else None
+    for key, value in measured[-1][1].items() if measured and not run.stands_for else ():
+        if key not in ("step", "n", "seconds", "loss"):
+            yield f"last held-out {key}", as_number(value)
     yield "last grad_norm", history.newest("grad_norm")
     yield "median tokens_per_s", history.middle("tokens_per_s")
     yield "train_seconds", as_number(run.status.get("train_seconds"))
@@ -142,11 +156,16 @@ def same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]]
     limits = [run.value("eval.limit") for run in (one, two)]
     if fingerprint is not None and fingerprint == two.data.get("fingerprint") and limits[0] == limits[1]:
         return True, []
+    if not one.evals or not two.evals:
+        return None, ["one of the two has no held-out figures: there is nothing to compare them with"]
     digests = []
     for run in (one, two):
-        given = [[name, row.get("documents"), row.get("bytes")] for name, row in source_rows(run, "sources")]
-        for tag in ("after", *(f"anchor-{name}-after" for name, _ in source_rows(run, "anchor"))):
-            given += [[row.get("prompt"), row.get("reference")] for row in run.rows(f"eval/{tag}.jsonl")]
+        rows = source_rows(run, "sources")
+        given: list[Any] = [[name, row.get("documents"), row.get("bytes")] for name, row in rows]
+        newest = "after" if "after" in run.evals else next((f"step-{n:.0f}" for n, _ in run.measured()[::-1]), "")
+        for tag in (newest, *(f"anchor-{name}-after" for name, _ in source_rows(run, "anchor"))):
+            asked = [[row.get(key) for key in ASKED] for row in run.answers(tag)]
+            given += [run.evals.get(tag, {}).get("n"), *asked] if asked else []
         digests.append(hashlib.sha256(json.dumps(given).encode()).hexdigest() if given else "")
     if not digests[0] or not digests[1]:
         return None, ["it is not known whether both were measured on the same held-out rows: compare with care"]
@@ -171,10 +190,26 @@ def _warnings(one: RunFiles, two: RunFiles) -> Iterator[str]:
             yield f"run {side}: {trouble}"
         if machine is None:
             yield f"it is not known on which machine run {side} ran: speed, seconds and memory may not compare"
+    yield from _compare_rewards(one, two)
     if None not in windows and windows[0] != windows[1]:
         yield "the windows differ: perplexity and bits per byte do not compare"
     if None not in machines and machines[0] != machines[1]:
         yield "the machines differ: speed, seconds and memory do not compare"
+
+
+def _compare_rewards(one: RunFiles, two: RunFiles) -> Iterator[str]:
+    """Say where figures of one name are those of different rewards."""
+    a, b = ({str(row.get("name")): row for row in mappings(run.value("rewards"))} for run in (one, two))
+    said = ("use", "path", "options", "judges")
+    others = [name for name in a if name in b and any(a[name].get(key) != b[name].get(key) for key in said)]
+    for name in others:
+        yield f"{name} is another reward in each run: its figures do not compare"
+    if not (one.learns_from_rewards and two.learns_from_rewards):
+        return
+    if others or a.keys() != b.keys():
+        yield "the rewards differ: neither reward, their sum, nor pass compares"
+    elif any(a[name].get("weight") != b[name].get("weight") for name in a):
+        yield "the weights of the rewards differ: reward, their sum, does not compare"
 
 
 def describe_versions(run: RunFiles) -> dict[str, Any]:
@@ -190,6 +225,9 @@ def describe_versions(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _shorten(value: object) -> str:
-    text = "–" if value is None else "".join(c if c.isprintable() else "?" for c in str(value))
+def _show(value: object) -> str:
+    return "–" if value is None else "".join(c if c.isprintable() else "?" for c in str(value))
+
+
+def _shorten(text: str) -> str:
     return text if len(text) <= 34 else f"{text[:33]}…"

@@ -60,13 +60,12 @@ def build_sections(run: RunFiles) -> Iterator[Section]:
 def evaluation_blocks(run: RunFiles) -> list[Block]:
     """Return figures before and after in one table, shares of them as bars, then those of other evaluations."""
     pairs = {name for name in run.evals if name in ("before", "after") or name.endswith(("-before", "-after"))}
-    # Each of these has a table of its own.
-    elsewhere = ("hints", "diagnosis", "segments", "halting_q", "pass_at", "pass_at_partial", "calibration")
     rows, bars = [], []
     for prefix in sorted({name.removesuffix("after").removesuffix("before") for name in pairs})[:MOST_TABLES]:
         where = {"": "Held-out rows", "test-": "Test rows"}.get(prefix, prefix[:-1].replace("anchor-", "chats of "))
         sides = before, after = [run.evals.get(f"{prefix}{side}", {}) for side in ("before", "after")]
-        for key in [key for key in after | before if key not in elsewhere][:60]:
+        numbers = [key for key in after | before if any(as_number(figures.get(key)) is not None for figures in sides)]
+        for key in [key for key in numbers if key not in ("step", "seconds")][:60]:
             name, cells = capitalized(find_name(key)), compare(key, before.get(key), after=after.get(key))
             for n, figures in enumerate(sides):
                 share, count = as_number(figures.get(key)), as_number(figures.get("n"))
@@ -120,7 +119,7 @@ def pick_answers(run: RunFiles, prefix: str) -> list[Block]:
     """Return answers of eval/<prefix>before.jsonl and <prefix>after.jsonl; none when there are none after training."""
 
     def read_rows(side: str) -> Iterator[dict[str, Any]]:
-        rows = run.rows(f"eval/{run.stands_for.get(f'{prefix}{side}', f'{prefix}{side}')}.jsonl")
+        rows = run.answers(f"{prefix}{side}")
         return (row for row in rows if isinstance(row.get("row"), int | str) and "prediction" in row)
 
     # The files may be large: a first pass reads the verdicts, a second one the rows that are shown.

@@ -60,6 +60,8 @@ def list_facts(tree: dict[str, Any], skipped: Collection[str] = (), *, above: st
             facts.append((name, format_figure(key, value)))
         elif isinstance(value, list):
             facts.append((name, ", ".join(map(str, value))))
+        elif isinstance(value, bool):
+            facts.append((name, "yes" if value else "no"))
         else:
             facts.append((name, str(value) if as_number(value) is None else f"{value:,}"))
     return facts

@@ -227,11 +227,10 @@ def sample_blocks(run: RunFiles) -> list[Block]:
 
 def choice_blocks(run: RunFiles) -> list[Block]:
     """Return what was chosen automatically, and why; the memory plan where there is one."""
-    chosen = []
-    for decision in mappings(run.plan.get("decisions"))[:100]:
-        value = decision.get("value")
-        text = flow(value) if isinstance(value, str | int | float | bool | None) else str(value)
-        chosen.append([decision.get("key", ""), text, decision.get("reason", "")])
+    chosen = [
+        [decision.get("key", ""), flow(decision.get("value")), decision.get("reason", "")]
+        for decision in mappings(run.plan.get("decisions"))[:100]
+    ]
     sizes = [(k.replace("_", " "), as_size(v)) for k, v in mapping(run.plan.get("components")).items()]
     rows = [[name, format_bytes(size), "", ""] for name, size in sizes if size is not None]
     if compared := compare_memory(run):

@@ -29,16 +29,23 @@ COMPLETIONS_OF_A_PROMPT = 3
 Line = dict[str, Any]
 
 
+def reward_ends(run: RunFiles) -> dict[str, tuple[float | None, float | None]]:
+    """Return the sampled rewards' means over the first and over the last logged steps."""
+    values = run.history.values
+    keys = ("reward", "true_reward", *(name for name in values if name.startswith("reward/")))
+    known = {key: values[key] for key in keys if key in values}
+    return {key: (_mean_known(course[:FIRST]), _mean_known(course[-LAST:])) for key, course in known.items()}
+
+
 def learned_table(run: RunFiles) -> Table | None:
     """Return each figure at the beginning and at the end; None for a run that has no rewards."""
     values = run.history.values
     if "reward" not in values:
         return None
     steps, content = _sampled_steps(run), _content_names(run)
-    sampled = ("reward", "true_reward", *(name for name in values if name.startswith("reward/")))
     others = ("zero_variance_share", "clipped_ratio", "completion_tokens", "entropy", "kl")
     figures: list[tuple[str, str, Sequence[float | None], Sequence[float | None]]] = [
-        (find_name(key), key, values[key][:FIRST], values[key][-LAST:]) for key in sampled if key in values
+        (find_name(key), key, [first], [last]) for key, (first, last) in reward_ends(run).items()
     ]
     passing = [
         [passes(line, content) for step in few for line in _read_samples(run, step)]

@@ -56,11 +56,12 @@ class RunFiles:
 
         steps = [step for step, figures in self.measured() if "reward" in figures]
         self.stands_for: dict[str, str] = {}
-        """before and after -> the files that stand for them: a run that learns from rewards measures itself at its
-        first and at its last step."""
+        """before and after -> the file that stands for one that is not there: a run that learns from rewards measures
+        itself at its first and at its last step."""
 
-        if len(steps) > 1 and steps[0] == 0 and not {"before", "after"} & set(self.evals):
-            self.stands_for = {"before": "step-0", "after": f"step-{steps[-1]:.0f}"}
+        if steps[:1] == [0] and (len(steps) > 1 or "after" in self.evals):
+            ends = {"before": "step-0", "after": f"step-{steps[-1]:.0f}"}
+            self.stands_for = {tag: name for tag, name in ends.items() if tag not in self.evals}
             self.evals |= {tag: self.evals[name] for tag, name in self.stands_for.items()}
         self.parity = self._read_json("parity.json") if (folder.path / "parity.json").exists() else {}
         """What engines were found to answer."""
@@ -164,6 +165,10 @@ class RunFiles:
                             yield row
         except OSError:
             return
+
+    def answers(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the answers next to the figures `name` of `evals`."""
+        return self.rows(f"eval/{self.stands_for.get(name, name)}.jsonl")
 
     def _read(self, name: str) -> bytes | None:
         try:

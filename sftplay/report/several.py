@@ -145,10 +145,7 @@ def _course(figure: str, before: float | None, after: float | None) -> str:
 
 
 def _setting(run: RunFiles, key: str) -> str:
-    value = run.value(key)
-    if key not in run.settings:
-        return NOTHING
-    return flow(value) if isinstance(value, str | int | float | None) else str(value)
+    return flow(run.value(key)) if key in run.settings else NOTHING
 
 
 def _last_held_out(run: RunFiles) -> float | None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from sftplay.atomic import read_object
 from sftplay.config.data import DataConfig
 from sftplay.config.layers import RESOLVED
 from sftplay.data.layouts import LayoutOptions, read_layout_options
@@ -89,7 +90,8 @@ def open_score_model(folder: Path) -> tuple[Any, Any]:
 
             kept, named = folder.parent / "base", _read(folder, "adapter_config.json")
             base = str(kept if kept.is_dir() else named["base_model_name_or_path"])  # a run may have been moved
-            revision = None if kept.is_dir() else named.get("revision")
+            commit = read_object(folder.parent / "manifest.json").get("base_commit")  # of a run on the hub's model
+            revision = None if kept.is_dir() else commit or named.get("revision")
             bare = AutoModelForSequenceClassification.from_pretrained(base, revision=revision, **options)
             model: Any = PeftModel.from_pretrained(bare, str(folder))
         else:

@@ -22,6 +22,7 @@ from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.log import Screen
 from sftplay.model.libraries import unneeded
 from sftplay.model.source import is_local
+from sftplay.signals import StopAtOnce, Stopped, catching
 from sftplay.startup import leave_out
 
 
@@ -133,13 +134,16 @@ def report_at_end(folder: RunFolder) -> None:
     """Write report.html after a run or a measurement and print its path.
 
     A failure is only printed, and its traceback kept in logs/report.log: the run or measurement has ended, and nothing
-    here may change its outcome.
+    here may change its outcome. A stop signal ends the writing alone.
     """
     log_file = folder.logs / "report.log"
     try:
-        from sftplay.report.report import write_report
+        with catching(StopAtOnce(of_make=True).on_signal):
+            from sftplay.report.report import write_report
 
-        text = f"report: {write_report(folder)}"
+            text = f"report: {write_report(folder)}"
+    except Stopped as stopped:
+        text = f"note: no report: stopped by {stopped}; `make report` writes it"
     except Exception as error:  # noqa: BLE001 - see above
         text = f"note: no report ({getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'})"
         with suppress(OSError):

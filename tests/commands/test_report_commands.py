@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,26 @@ def test_a_report_that_fails_changes_no_exit_code_and_is_said(
     log_file = tmp_path / "run" / "logs" / "report.log"
     assert f"{log_file} has the traceback" in output
     assert "in fail\n    raise fault\n" in log_file.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_signal_that_comes_while_the_page_is_written_changes_neither_run_nor_page(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    (folder.path / "report.html").write_text("the page of before")
+
+    def stop(_file: int) -> None:
+        if list(folder.path.glob(".report.html.*")):  # the new page lies there under its scratch name
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(os, "fsync", stop)
+    assert ended(folder, monkeypatch, code=0, state="done") == 0
+    assert f"note: no report: stopped by {signal.Signals(number).name}" in capsys.readouterr().out
+    assert folder.read_json("status.json")["state"] == "done"
+    assert [path.name for path in folder.path.glob("*report.html*")] == ["report.html"]
+    assert page(folder) == "the page of before"
 
 
 # compare

@@ -41,6 +41,16 @@ def test_rows_cut_in_masses_are_a_warning_with_the_length_that_keeps_them(writte
     assert f"warning        {warning}" in report_table(report)
 
 
+def test_a_cut_that_loses_next_to_nothing_is_not_said_to_lose_0_percent(written, tokenizer):
+    report = load_examples(written([*[30] * 40, 41]), tokenizer).report
+    assert (report["cut"], report["longest_tokens"]) == (1, 66)
+    assert 0 < report["lost_to_cut_share"] < 0.005
+    assert "1 of 41 rows are cut at 64 tokens, which loses less than 1% of what they teach" in report["warnings"][0]
+    report = load_examples(written([*[30] * 40, 40]), tokenizer).report  # the last token is a line break, not learned
+    assert (report["cut"], report["longest_tokens"], report["lost_to_cut_share"]) == (1, 65, 0)
+    assert report["warnings"] == []
+
+
 def test_rows_that_lose_most_of_their_answers_are_refused_with_the_length_to_write(written, tokenizer):
     cfg = written([*[5] * 20, *[300] * 20])
     for _ in range(2):  # the second time the rows come from the cache

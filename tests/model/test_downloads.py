@@ -15,18 +15,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import snapshot_download
 from processes import HANG_S
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from sftplay.config.load import load_config
 from sftplay.config.run import ModelConfig
-from sftplay.errors import MachineError
+from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.releases import hub_client
 from sftplay.model import hub
 from sftplay.model.hub import check_reachable
+from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
+from sftplay.reward.model_reward import open_score_model
+from sftplay.tasks.preference.spec import find_reference_model
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "c0ffee" + "0" * 34
@@ -100,6 +106,38 @@ def hub_environment(address: str, home: Path) -> dict[str, str]:
     return {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", **waits}
 
 
+def test_a_run_that_another_names_brings_the_commit_that_it_was_trained_on(
+    write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = tmp_path / "outputs" / "first"
+    (run / "adapter").mkdir(parents=True)
+    (run / "config.resolved.yaml").write_text("model: {name: org/tiny}\n")
+    (run / "manifest.json").write_text(json.dumps({"base_commit": COMMIT}))
+    lora = {"base_model_name_or_path": "org/tiny", "peft_type": "LORA", "r": 4, "lora_alpha": 8, "revision": None}
+    (run / "adapter" / "adapter_config.json").write_text(json.dumps(lora))
+    (run / "adapter" / "adapter_model.safetensors").write_bytes(b"")
+    lora_keys = {"tuning__lora__r": 4, "tuning__lora__alpha": 8}
+    for changes in ({"model__name": "first"}, {"model__name": "org/tiny", "model__adapter": "first"}):
+        cfg = resolve_names(load_config(write_config(**changes, **lora_keys)))
+        assert (cfg.model.name, cfg.model.revision) == ("org/tiny", COMMIT)
+        assert cfg.model.adapter == str(run / "adapter")
+        assert resolve_names(cfg).model == cfg.model
+    with pytest.raises(ConfigError, match=f"belongs to revision {COMMIT} of org/tiny, not to v2"):
+        resolve_names(cfg.with_values({"model.revision": "v2"}, "test"))
+    pairs = load_config(write_config(task_mode="dpo", preference__reference="first"))
+    assert find_reference_model(pairs).revision == COMMIT
+
+    opened = []
+    monkeypatch.setattr(
+        AutoModelForSequenceClassification, "from_pretrained",
+        lambda name, **options: opened.append((name, options["revision"])) or 1 / 0,
+    )  # fmt: skip
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_: Mock())
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        open_score_model(run / "adapter")
+    assert opened == [("org/tiny", COMMIT)]
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_and_is_merged_into_the_commit_that_it_was_trained_on(
     served: tuple[str, type[Hub]], write_config: Callable[..., Path], sftplay: Callable[..., CompletedProcess[str]],
@@ -118,7 +156,14 @@ def test_a_run_goes_on_with_and_is_merged_into_the_commit_that_it_was_trained_on
     assert done.returncode == 0, done.stderr
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert all(bool((merged[name] == trained_on[name]).all()) for name in ("lm_head.weight", "model.norm.weight"))
-    run = next((tmp_path / "outputs").glob("*/manifest.json")).parent
+    run = next((tmp_path / "outputs").glob("*/manifest.json")).parent.resolve()  # not the link `latest`
+    next_config = write_config("next.yaml", model__name=str(run), run_name="next", train__max_steps=1)
+    done = sftplay("train", "--config", next_config, env=env)
+    assert done.returncode == 0, done.stderr
+    done = sftplay("merge", "--config", next_config, "--run", "next", "--out", tmp_path / "next", env=env)
+    assert done.returncode == 0, done.stderr
+    merged = load_file(tmp_path / "next" / "model.safetensors")
+    assert all(bool((merged[name] == trained_on[name]).all()) for name in ("lm_head.weight", "model.norm.weight"))
     result = run / "adapter" / "adapter_model.safetensors"
     trained = load_file(result)
     for lost in (result.parent, run / "checkpoints" / "checkpoint-2"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from grpo_run import grpo_inputs, grpo_options
 from in_process import Inputs, new_run, train_in
+from processes import HANG_S
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -88,3 +91,37 @@ def test_what_a_killed_one_has_left_is_removed_and_what_another_holds_stays(inpu
     with locked(held, waits=False), pytest.raises(ConfigError), checkpoint_as_run(cfg, folder):
         pass
     assert [path.name for path in folder.path.glob(".parity-*")] == [held.name]
+
+
+AGAIN = """
+import sys
+from pathlib import Path
+from sftplay.config.load import load_config
+from sftplay.errors import ConfigError
+from sftplay.launch.run_folder import RunFolder
+from sftplay.parity.running import checkpoint_as_run
+
+cfg, folder = load_config(sys.argv[1]), RunFolder(Path(sys.argv[2]))
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(400):
+    try:
+        with checkpoint_as_run(cfg, folder):
+            pass
+    except ConfigError:  # there is no checkpoint
+        pass
+"""
+
+
+def test_two_processes_that_ask_in_the_same_instant_take_nothing_from_each_other(inputs: Inputs, tmp_path: Path):
+    _, folder = new_run(tmp_path, inputs)
+    words = [sys.executable, "-c", AGAIN, str(folder.resolved), str(folder.path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(words, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
+    for process in both:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    errors = [process.communicate(timeout=HANG_S)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    assert not list(folder.path.glob(".parity-*"))

@@ -145,3 +145,13 @@ def test_the_table_shows_rounded_figures_and_what_differs(slow_run: Finished, fa
     assert rate == ["train.learning_rate", "0.001", "0.05"]
     assert "versions: no difference" in lines
     assert max(map(len, lines)) <= 200
+
+
+def test_values_of_the_config_are_written_as_in_the_config(copies: list[RunFolder]):
+    values = {"eval.after": ("true", "null"), "eval.some": ('""', "no"), "eval.names": ('[a, "true"]', "[null, 1.5]")}
+    for side, folder in enumerate(copies):
+        folder.resolved.write_text("eval:\n" + "".join(f"  {key[5:]}: {pair[side]}\n" for key, pair in values.items()))
+    lines = comparison_table(compare_runs(*copies)).splitlines()
+    for key, pair in values.items():
+        (line,) = (line for line in lines if line.startswith(f"  {key} "))
+        assert line.split() == [key, *" ".join(pair).split()]

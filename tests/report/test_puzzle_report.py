@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sftplay.launch.run_folder import RunFolder
+from sftplay.report.compare import compare_runs
 from sftplay.report.report import render
 from sftplay.report.run_files import RunFiles
 from sftplay.tasks.hrm.report import build_sections
@@ -86,3 +87,11 @@ def test_a_broken_file_of_answers_leaves_the_curve(folder: RunFolder, content: s
     assert not shown["grids"]
     assert len(shown["charts"]) == 2
     assert render(RunFiles(folder))
+
+
+def test_two_runs_are_compared_by_their_newest_puzzles(folder: RunFolder):
+    comparison = compare_runs(folder, folder)
+    assert comparison["same_held_out"] is True
+    rows = {row["name"]: (row["a"], row["b"]) for row in comparison["training"]}
+    newest = {"exact_accuracy": 0.5, "accuracy": 0.75, "blank_accuracy": 0.625}
+    assert rows == {"step": (0.0, 0.0), **{f"last held-out {key}": (value, value) for key, value in newest.items()}}

@@ -12,6 +12,7 @@ from sftplay.config.load import load_config
 from sftplay.config.resolved import dump_resolved
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.chart import draw
+from sftplay.report.evaluation import evaluation_blocks
 from sftplay.report.figures import compare
 from sftplay.report.remarks import find_remarks
 from sftplay.report.report import _tiles, draw_curves, render
@@ -53,7 +54,7 @@ def folder(tmp_path: Path) -> RunFolder:
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step, share in ((0, 0.25), (10, 0.5), (20, 0.75)):
         (path / "eval" / f"step-{step}.json").write_text(
-            json.dumps({"step": step, "n": 4, "reward": share, "pass": share})
+            json.dumps({"step": step, "n": 4, "reward": share, "pass": share, "statuses": {"ok": 4}, "executor": "b"})
         )
         row = {"row": 0, "prompt": "p", "reference": "r", "prediction": f"at {step}", "correct": step > 0}
         (path / "eval" / f"step-{step}.jsonl").write_text(json.dumps(row) + "\n")
@@ -77,6 +78,11 @@ def test_the_table_compares_the_first_three_steps_with_the_last_ten(run: RunFile
     assert rows["pass@1 of held-out prompts, greedy"][:2] == ["25.0\N{NO-BREAK SPACE}%", "75.0\N{NO-BREAK SPACE}%"]
     assert "kl" not in rows
     assert table.format().splitlines()[0].split() == ["Figure", "First", "Last", "Change"]
+
+
+def test_the_evaluation_has_a_row_for_each_figure_and_for_nothing_else(run: RunFiles):
+    (_, table), *_ = evaluation_blocks(run)
+    assert [row[1] for row in table.rows] == ["Prompts answered", "Reward", "Pass@1"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +15,8 @@ import torch
 from in_process import Finished, Inputs, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sftplay.launch.run_folder import RunFolder
+from sftplay.report.compare import compare_runs
 from sftplay.tasks.grpo.watch import EvaluatePrompts
 
 STEPS, MEASURED = 3, (0, 2, 3)
@@ -72,6 +76,41 @@ def test_the_first_answers_are_those_of_plain_greedy_generation(run: Finished, i
         out = model.generate(**ids, do_sample=False, max_new_tokens=8)[0, ids["input_ids"].shape[1] :]
         assert line["prediction"] == tokenizer.decode(out, skip_special_tokens=True)
         assert line["prompt"] == prompt[0]["content"]
+
+
+def test_two_runs_are_compared_by_the_answers_and_rewards_that_they_have(run: Finished, inputs: Inputs, tmp_path: Path):
+    right, e = GRPO["rewards"]
+    changes = {"rewards": [right, e | {"weight": 0.5}], "grpo__max_prompt_length": 60, "eval__after": True}
+    other = train(tmp_path, inputs, **GRPO | changes)
+    comparison = compare_runs(run.folder, other.folder)
+    assert [row["a"] == row["b"] for row in comparison["data"] if row["key"] == "fingerprint"] == [False]
+    assert comparison["same_held_out"] is True
+    assert [text for text in comparison["warnings"] if "compare" in text] == [
+        "the weights of the rewards differ: reward, their sum, does not compare"
+    ]
+    rows = {row["name"]: (row["a"], row["b"]) for row in (*comparison["figures"], *comparison["training"])}
+    folders = [each.folder.eval for each in (run, other)]
+    last, after = (json.loads((folders[1] / f"{name}.json").read_text()) for name in ("step-3", "after"))
+    assert after.items() <= last.items()  # of the same weights, also how long the answers are
+    for side, names in (("before", ("step-0", "step-0")), ("after", ("step-3", "after"))):
+        found = [json.loads((folder / f"{name}.json").read_text()) for folder, name in zip(folders, names, strict=True)]
+        for key in ("reward", "reward/right", "reward/e", "pass"):
+            assert rows[f"{side} {key}"] == tuple(figures[key] for figures in found), (side, key)
+    for key in ("reward", "reward/right", "reward/e"):  # of fewer than 3 steps: all of them
+        means = tuple(pytest.approx(fmean(line[key] for line in each.metrics)) for each in (run, other))
+        assert (rows[f"first sampled {key}"], rows[f"last sampled {key}"]) == (means, means)
+    assert not [name for name in rows if name.endswith(("loss", " step", " seconds"))]
+
+
+def test_runs_that_were_asked_other_prompts_or_none_are_not_said_to_compare(run: Finished, tmp_path: Path):
+    folder = RunFolder(shutil.copytree(run.folder.path, tmp_path / "other"))
+    folder.write_json("data_report.json", folder.read_json("data_report.json") | {"fingerprint": "another"})
+    (folder.eval / "step-3.jsonl").write_text("\n".join(map(json.dumps, answers(run, 3)[1:])) + "\n")
+    assert compare_runs(run.folder, folder)["same_held_out"] is False
+    shutil.rmtree(folder.eval)
+    comparison = compare_runs(run.folder, folder)
+    assert comparison["same_held_out"] is None
+    assert "one of the two has no held-out figures: there is nothing to compare them with" in comparison["warnings"]
 
 
 @pytest.mark.slow

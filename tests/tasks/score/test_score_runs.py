@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from score_run import score_options
 from small_run import Inputs
 
 from sftplay.errors import RunError
+from sftplay.launch.run_folder import RunFolder
+from sftplay.report.compare import compare_runs
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 
 pytestmark = pytest.mark.slow
@@ -51,6 +54,19 @@ def test_a_run_with_a_critic_and_a_separate_value_resumes_bit_for_bit(inputs: In
 
 def test_a_run_resumed_between_the_stages_is_the_same_bit_for_bit(whole: Finished, inputs: Inputs, tmp_path: Path):
     assert_same_course(stop_and_resume(tmp_path, inputs, 2, **score_options()), whole)
+
+
+def test_two_runs_are_compared_by_their_last_held_out_episodes(whole: Finished, tmp_path: Path):
+    other = RunFolder(shutil.copytree(whole.folder.path, tmp_path / "other"))
+    other.write_json("data_report.json", other.read_json("data_report.json") | {"fingerprint": "another"})
+    comparison = compare_runs(whole.folder, other)
+    assert comparison["same_held_out"] is True
+    last = json.loads((other.eval / "step-4.json").read_text())
+    (row,) = (row for row in comparison["training"] if row["name"] == "last held-out acc_t2")
+    assert (row["a"], row["b"]) == (last["acc_t2"], last["acc_t2"])
+    lines = (other.eval / "step-4.jsonl").read_text()
+    (other.eval / "step-4.jsonl").write_text(lines.replace("1+0=", "1+1="))
+    assert compare_runs(whole.folder, other)["same_held_out"] is False
 
 
 def test_a_run_resumes_within_a_rollout_batch_bit_for_bit(inputs: Inputs, tmp_path: Path):
