@@ -1,11 +1,10 @@
 """Puts small faults into the kit, one at a time, and counts how many the fast tests of that folder notice.
 
-    .venv/bin/python tests/mutation.py --count 60 --seed 1
+    .venv/bin/python tests/mutation.py --count 40 --folder train plan data/render reward runs
 
 Run by hand; the outcome goes to docs/evidence.md. A fault changes one operator, constant, negation or return inside a
-function. It is put into a copy of the repository. First run the test files that carry the module's name or import it,
-then those of its top folder, up to the first failure; a module at the top is tested by the files directly below tests/.
-A failure counts only where the same test passes without the fault.
+function. One run of the fast tests says which of them execute the statement of which fault. Then each fault is put into
+a copy of the repository, and its tests run up to the first failure, which counts only where that test passes without it.
 
     .venv/bin/python tests/mutation.py --keys
 
@@ -27,14 +26,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 900.0
 """A fault that makes the tests hang counts as noticed behind this time."""
+
+TESTS_S = 300.0
+"""So many seconds of tests are tried for a fault, by what they take without it."""
+
+FAST = "not slow and not long"
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -130,43 +138,97 @@ def put(fault: Fault, root: Path) -> None:
     (root / fault.path.relative_to(ROOT)).write_bytes(faulty)
 
 
-def test_sets(fault: Fault, root: Path) -> list[list[str]]:
-    """The test files for a fault, nearest first: those of the module's name or that import it, then the folder's."""
-    module = fault.path.relative_to(ROOT).with_suffix("")
-    folder, own = ".".join(module.parts[:-1]), re.escape(module.name)
-    imports = re.compile(rf"^\s*(from|import) {re.escape(folder)}(\.{own}\b| import .*\b{own}\b)", re.MULTILINE)
-    near = sorted(
-        str(path.relative_to(root))
-        for path in (root / "tests").rglob("test_*.py")
-        if path.name.startswith(f"test_{module.name}") or imports.search(path.read_text(encoding="utf-8"))
+REACHED = """
+import os
+seen = set()
+def reached(number):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    if test and (number, test) not in seen:
+        seen.add((number, test))
+        try:
+            file = os.open({notes!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.write(file, f"{{number}}\\t{{test}}\\n".encode())
+            os.close(file)
+        except OSError:
+            pass
+"""
+"""A module of the copy: notes which test has reached which fault's statement, also in the processes that a test starts."""
+
+
+def tests_that_reach(faults: list[Fault], root: Path) -> list[list[str]]:
+    """Run the fast tests once in the copy `root`; for each fault the tests that execute its statement, nearest first.
+
+    Where a fixture executes it, all tests of that file. Left out is what would take longer than `TESTS_S`.
+    """
+    notes = root.parent / "reached"
+    (root / "sftplay" / "reached.py").write_text(REACHED.format(notes=str(notes)), encoding="utf-8")
+    paths = {fault.path for fault in faults}
+    for path in paths:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        places = [(statement_of(fault), number) for number, fault in enumerate(faults) if fault.path == path]
+        for line, number in sorted(places, reverse=True):
+            indent = " " * (len(lines[line - 1]) - len(lines[line - 1].lstrip()))
+            lines.insert(line - 1, f"{indent}from sftplay.reached import reached as _reached; _reached({number})\n")
+        (root / path.relative_to(ROOT)).write_text("".join(lines), encoding="utf-8")
+    argv = [*PYTEST, "-n3", "--dist=loadfile", "-m", FAST, "--durations=0", "--durations-min=0.01", "-vv"]
+    output = subprocess.run(argv, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True).stdout
+    seconds: dict[str, float] = Counter()
+    for spent, test in re.findall(r"^([\d.]+)s (?:setup|call|teardown) +(tests/.*)$", output, re.MULTILINE):
+        seconds[test] += float(spent)
+        seconds[test.split("::")[0]] += float(spent)
+    found: list[set[str]] = [set() for _ in faults]
+    for note in notes.read_text(encoding="utf-8").splitlines():
+        number, test = note.split("\t", 1)
+        name, phase = test.rsplit(" ", 1)
+        found[int(number)].add(name if phase == "(call)" else name.split("::")[0])
+    for path in paths:
+        shutil.copy2(path, root / path.relative_to(ROOT))
+    return [nearest(fault, tests, seconds) for fault, tests in zip(faults, found, strict=True)]
+
+
+def statement_of(fault: Fault) -> int:
+    """The line of the innermost statement around a fault before which another can be put."""
+    text = fault.path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    return max(
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and node.lineno <= fault.line <= (node.end_lineno or 0)
+        if not lines[node.lineno - 1].lstrip().startswith("elif ")
+        if not lines[node.lineno - 2].lstrip().startswith("@")
     )
-    top = root / "tests" / module.parts[1]
-    rest = [str(top.relative_to(root))] if top.is_dir() else [
-        str(path.relative_to(root)) for path in sorted((root / "tests").glob("test_*.py"))
-    ]  # fmt: skip
-    return [near, rest] if near else [rest]
 
 
-def is_noticed(fault: Fault, root: Path, left_out: set[str]) -> bool:
+def nearest(fault: Fault, tests: set[str], seconds: dict[str, float]) -> list[str]:
+    """The tests of a fault: first those of the module's name, then those of its folder, the fastest first."""
+    module = fault.path.relative_to(ROOT).with_suffix("")
+
+    def order(test: str) -> tuple[bool, bool, float]:
+        near, same = f"test_{module.name}" in test, test.startswith(f"tests/{module.parts[1]}/")
+        return not near, not same, seconds[test]
+
+    chosen = sorted((test for test in tests if "::" not in test or test.split("::")[0] not in tests), key=order)
+    spent = list(accumulate(seconds[test] for test in chosen))
+    return chosen[: max(1, sum(s <= TESTS_S for s in spent))]
+
+
+def is_noticed(fault: Fault, tests: list[str], root: Path, left_out: set[str]) -> bool:
     """Run the tests of a fault that lies in the copy `root`. What fails without it too goes into `left_out`."""
-    for files in test_sets(fault, root):
-        while (failed := first_failure(files, root, left_out)) is not None:
-            if not failed:
-                return True
-            faulty = root / fault.path.relative_to(ROOT)
-            text = faulty.read_bytes()
-            shutil.copy2(fault.path, faulty)
-            is_sound = first_failure([failed], root, set()) is None
-            faulty.write_bytes(text)
-            if is_sound:
-                return True
-            left_out.add(failed)
+    while tests and (failed := first_failure(tests, root, left_out)) is not None:
+        if not failed:
+            return True
+        faulty = root / fault.path.relative_to(ROOT)
+        text = faulty.read_bytes()
+        shutil.copy2(fault.path, faulty)
+        is_sound = first_failure([failed], root, set()) is None
+        faulty.write_bytes(text)
+        if is_sound:
+            return True
+        left_out.add(failed)
     return False
 
 
-def first_failure(
-    tests: list[str], root: Path, left_out: set[str], *, marks: str = "not slow and not long"
-) -> str | None:
+def first_failure(tests: list[str], root: Path, left_out: set[str], *, marks: str = FAST) -> str | None:
     """The first test that fails; empty where the tests hang or cannot be collected, None where all pass."""
     argv = [*PYTEST, "-m", marks, "-x", "-rfE", *(f"--deselect={name}" for name in sorted(left_out)), *tests]
     process = subprocess.Popen(
@@ -233,8 +295,10 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> N
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=1, help="go on with this fault of the draw")
-    parser.add_argument("--folder", default="", help="only below this folder of sftplay/")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--folder", nargs="+", default=[""], help="so many faults below each of these folders of sftplay/"
+    )
     parser.add_argument("--keys", action="store_true", help="ignore keys of the config instead")
     args = parser.parse_args()
     if args.keys:
@@ -242,25 +306,40 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> N
             copy_to(Path(home) / "kit")
             try_keys(Path(home) / "kit", say)
         return
-    files = sorted((ROOT / "sftplay" / args.folder).rglob("*.py"))
-    known = [fault for path in files for fault in faults_of(path)]
-    chosen = random.Random(args.seed).sample(known, min(args.count, len(known)))
-    noticed: list[bool] = []
+    chosen: list[Fault] = []
+    for folder in args.folder:
+        known = [fault for path in sorted((ROOT / "sftplay" / folder).rglob("*.py")) for fault in faults_of(path)]
+        chosen += random.Random(args.seed).sample(known, min(args.count, len(known)))
     with tempfile.TemporaryDirectory() as home:
-        root = Path(home) / "kit"
-        copy_to(root)
+        roots = SimpleQueue[Path]()
+        for number in range(args.jobs):
+            roots.put(Path(home) / str(number) / "kit")
+            copy_to(Path(home) / str(number) / "kit")
+        tests = tests_that_reach(chosen, Path(home) / "0" / "kit")
         left_out: set[str] = set()
-        for number, fault in list(enumerate(chosen, 1))[args.first - 1 :]:
+
+        def try_fault(fault: Fault, tests: list[str]) -> bool:
+            root, began = roots.get(), time.monotonic()
             put(fault, root)
-            began = time.monotonic()
-            noticed.append(is_noticed(fault, root, left_out))
+            noticed = is_noticed(fault, tests, root, left_out)
             shutil.copy2(fault.path, root / fault.path.relative_to(ROOT))
+            roots.put(root)
             where = f"{fault.path.relative_to(ROOT)}:{fault.line}"
-            fate = "noticed" if noticed[-1] else "MISSED"
-            say(f"{number:3} {fate:7} {time.monotonic() - began:4.0f} s  {where}  {fault.before!r} -> {fault.after!r}")
+            fate = "noticed" if noticed else "MISSED " if tests else "UNTRIED"
+            say(f"{fate} {time.monotonic() - began:4.0f} s  {where}  {fault.before!r} -> {fault.after!r}")
+            return noticed
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            noticed = list(pool.map(try_fault, chosen, tests))
         for name in sorted(left_out):
             say(f"fails without a fault: {name}")
-    say(json.dumps({"seed": args.seed, "faults": len(noticed), "noticed": sum(noticed)}))
+    for folder in args.folder:
+        fates = [
+            fate
+            for fault, fate in zip(chosen, noticed, strict=True)
+            if fault.path.is_relative_to(ROOT / "sftplay" / folder)
+        ]
+        say(json.dumps({"folder": folder, "seed": args.seed, "faults": len(fates), "noticed": sum(fates)}))
 
 
 if __name__ == "__main__":
