@@ -1,10 +1,10 @@
-"""Puts small faults into the kit, one at a time, and counts how many the fast tests of that folder notice.
+"""Puts small faults into the kit, one at a time, and counts how many the fast tests notice.
 
     .venv/bin/python tests/mutation.py --count 40 --folder train plan data/render reward runs
 
 Run by hand; the outcome goes to docs/evidence.md. A fault changes one operator, constant, negation or return inside a
-function. One run of the fast tests says which of them execute the statement of which fault. Then each fault is put into
-a copy of the repository, and its tests run up to the first failure, which counts only where that test passes without it.
+function. One run of the fast tests says which of them execute which fault's statement. Then each fault is put into a
+copy of the repository, and these tests run up to the first failure; those that fail without a fault are left out.
 
     .venv/bin/python tests/mutation.py --keys
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import os
 import random
@@ -26,14 +27,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
+from multiprocessing import Queue
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, get_args
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 900.0
@@ -44,11 +49,17 @@ TESTS_S = 300.0
 
 FAST = "not slow and not long"
 
+NEAR = 12
+"""So many of a fault's tests are tried before the others are collected."""
+
+FAILURE = r"^(?:FAILED|ERROR) (tests/\S+::.+?)(?: - |$)"
+"""A failed test in the summary of pytest."""
+
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
-NONE_COLLECTED = 5
-"""pytest's exit code where a file holds none of the chosen tests."""
+NONE_COLLECTED, NOT_RUN = 5, 70
+"""pytest's exit code where a file holds none of the chosen tests, and that of a process in which it cannot be run."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -152,13 +163,14 @@ def reached(number):
         except OSError:
             pass
 """
-"""A module of the copy: notes which test has reached which fault's statement, also in the processes that a test starts."""
+"""A module of the copy: notes which test reaches which fault's statement, also in the processes that a test starts."""
 
 
-def tests_that_reach(faults: list[Fault], root: Path) -> list[list[str]]:
+def tests_that_reach(faults: list[Fault], root: Path) -> tuple[list[list[str]], set[str]]:
     """Run the fast tests once in the copy `root`; for each fault the tests that execute its statement, nearest first.
 
-    Where a fixture executes it, all tests of that file. Left out is what would take longer than `TESTS_S`.
+    Where a fixture executes it, all tests of that file. Left out is what would take longer than `TESTS_S`. The second
+    value holds the tests that fail without a fault.
     """
     notes = root.parent / "reached"
     (root / "sftplay" / "reached.py").write_text(REACHED.format(notes=str(notes)), encoding="utf-8")
@@ -166,13 +178,13 @@ def tests_that_reach(faults: list[Fault], root: Path) -> list[list[str]]:
     for path in paths:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         places = [(statement_of(fault), number) for number, fault in enumerate(faults) if fault.path == path]
-        for line, number in sorted(places, reverse=True):
+        for line, index in sorted(places, reverse=True):
             indent = " " * (len(lines[line - 1]) - len(lines[line - 1].lstrip()))
-            lines.insert(line - 1, f"{indent}from sftplay.reached import reached as _reached; _reached({number})\n")
+            lines.insert(line - 1, f"{indent}from sftplay.reached import reached as _reached; _reached({index})\n")
         (root / path.relative_to(ROOT)).write_text("".join(lines), encoding="utf-8")
-    argv = [*PYTEST, "-n3", "--dist=loadfile", "-m", FAST, "--durations=0", "--durations-min=0.01", "-vv"]
+    argv = [*PYTEST, "-n3", "--dist=loadfile", "-m", FAST, "--durations=0", "--durations-min=0.01", "-vv", "-rfE"]
     output = subprocess.run(argv, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True).stdout
-    seconds: dict[str, float] = Counter()
+    seconds = defaultdict[str, float](float)
     for spent, test in re.findall(r"^([\d.]+)s (?:setup|call|teardown) +(tests/.*)$", output, re.MULTILINE):
         seconds[test] += float(spent)
         seconds[test.split("::")[0]] += float(spent)
@@ -183,7 +195,8 @@ def tests_that_reach(faults: list[Fault], root: Path) -> list[list[str]]:
         found[int(number)].add(name if phase == "(call)" else name.split("::")[0])
     for path in paths:
         shutil.copy2(path, root / path.relative_to(ROOT))
-    return [nearest(fault, tests, seconds) for fault, tests in zip(faults, found, strict=True)]
+    failed = set(re.findall(FAILURE, output, re.MULTILINE))
+    return [nearest(fault, tests - failed, seconds) for fault, tests in zip(faults, found, strict=True)], failed
 
 
 def statement_of(fault: Fault) -> int:
@@ -212,37 +225,49 @@ def nearest(fault: Fault, tests: set[str], seconds: dict[str, float]) -> list[st
     return chosen[: max(1, sum(s <= TESTS_S for s in spent))]
 
 
-def is_noticed(fault: Fault, tests: list[str], root: Path, left_out: set[str]) -> bool:
-    """Run the tests of a fault that lies in the copy `root`. What fails without it too goes into `left_out`."""
-    while tests and (failed := first_failure(tests, root, left_out)) is not None:
-        if not failed:
-            return True
-        faulty = root / fault.path.relative_to(ROOT)
-        text = faulty.read_bytes()
-        shutil.copy2(fault.path, faulty)
-        is_sound = first_failure([failed], root, set()) is None
-        faulty.write_bytes(text)
-        if is_sound:
-            return True
-        left_out.add(failed)
-    return False
-
-
 def first_failure(tests: list[str], root: Path, left_out: set[str], *, marks: str = FAST) -> str | None:
-    """The first test that fails; empty where the tests hang or cannot be collected, None where all pass."""
-    argv = [*PYTEST, "-m", marks, "-x", "-rfE", *(f"--deselect={name}" for name in sorted(left_out)), *tests]
-    process = subprocess.Popen(
-        argv, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return ""
-    if process.returncode in (0, NONE_COLLECTED):
-        return None
-    failures = re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.+?)(?: - |$)", output, re.MULTILINE)
+    """The first test that fails; empty where the tests hang or cannot be collected, None where all pass.
+
+    They run in a fork of this process, which has imported the libraries.
+    """
+    quiet = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+    argv = [*PYTEST[3:], "-W", quiet, "-m", marks, "-x", "-rfE", *(f"--deselect={name}" for name in left_out), *tests]
+    with tempfile.TemporaryFile() as output:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os.chdir(root)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            sys.path.insert(0, str(root))
+            for name in [name for name in sys.modules if name.split(".")[0] == "sftplay"]:
+                del sys.modules[name]
+            # What the tests spawn begins by importing the main module.
+            sys.modules["__main__"] = importlib.import_module("pytest.__main__")
+            try:
+                os._exit(pytest.main(argv))
+            finally:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(NOT_RUN)
+        deadline, status = time.monotonic() + LIMIT_S, None
+        while status is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            ended, status = os.waitpid(child, os.WNOHANG)
+            status = status if ended else None
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if status is None:
+            os.waitpid(child, 0)
+            return ""
+        code = os.waitstatus_to_exitcode(status)
+        if code in (0, NONE_COLLECTED):
+            return None
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+        if code == NOT_RUN:
+            raise RuntimeError(text)
+    failures = re.findall(FAILURE, text, re.MULTILINE)
     return failures[0] if failures else ""
 
 
@@ -280,6 +305,32 @@ def try_keys(root: Path, say: Callable[[str], None]) -> None:
             say(f"{fate}  {section}.{key}  tests/{file}")
 
 
+worker_root: Path
+"""The copy of a process that tries faults."""
+
+
+def begin_worker(roots: Queue[Path]) -> None:
+    """Take one of the copies, and import what the tests of any fault would."""
+    global worker_root
+    worker_root = roots.get()
+    os.environ |= ENVIRONMENT
+    for name in ("torch", "transformers", "peft", "accelerate", "datasets", "trl"):
+        importlib.import_module(name)
+
+
+def try_fault(fault: Fault, tests: list[str], left_out: set[str]) -> bool:
+    """Whether a test fails with the fault in this worker's copy, first those nearest to it; prints its fate."""
+    began = time.monotonic()
+    put(fault, worker_root)
+    parts = [tests[:NEAR], tests[NEAR:]]
+    noticed = any(first_failure(part, worker_root, left_out) is not None for part in parts if part)
+    shutil.copy2(fault.path, worker_root / fault.path.relative_to(ROOT))
+    fate = "noticed" if noticed else "MISSED " if tests else "UNTRIED"
+    where = f"{fault.path.relative_to(ROOT)}:{fault.line}"
+    print(f"{fate} {time.monotonic() - began:4.0f} s  {where}  {fault.before!r} -> {fault.after!r}", flush=True)
+    return noticed
+
+
 def copy_to(root: Path) -> None:
     """The tracked files of the repository, and beside them the shared data that tests may read."""
     for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n"):
@@ -311,27 +362,14 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> N
         known = [fault for path in sorted((ROOT / "sftplay" / folder).rglob("*.py")) for fault in faults_of(path)]
         chosen += random.Random(args.seed).sample(known, min(args.count, len(known)))
     with tempfile.TemporaryDirectory() as home:
-        roots = SimpleQueue[Path]()
+        roots: Queue[Path] = Queue()
         for number in range(args.jobs):
             roots.put(Path(home) / str(number) / "kit")
             copy_to(Path(home) / str(number) / "kit")
-        tests = tests_that_reach(chosen, Path(home) / "0" / "kit")
-        left_out: set[str] = set()
-
-        def try_fault(fault: Fault, tests: list[str]) -> bool:
-            root, began = roots.get(), time.monotonic()
-            put(fault, root)
-            noticed = is_noticed(fault, tests, root, left_out)
-            shutil.copy2(fault.path, root / fault.path.relative_to(ROOT))
-            roots.put(root)
-            where = f"{fault.path.relative_to(ROOT)}:{fault.line}"
-            fate = "noticed" if noticed else "MISSED " if tests else "UNTRIED"
-            say(f"{fate} {time.monotonic() - began:4.0f} s  {where}  {fault.before!r} -> {fault.after!r}")
-            return noticed
-
-        with ThreadPoolExecutor(args.jobs) as pool:
-            noticed = list(pool.map(try_fault, chosen, tests))
-        for name in sorted(left_out):
+        tests, failed = tests_that_reach(chosen, Path(home) / "0" / "kit")
+        with ProcessPoolExecutor(args.jobs, initializer=begin_worker, initargs=(roots,)) as pool:
+            noticed = list(pool.map(try_fault, chosen, tests, repeat(failed)))
+        for name in sorted(failed):
             say(f"fails without a fault: {name}")
     for folder in args.folder:
         fates = [
