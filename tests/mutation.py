@@ -1,11 +1,10 @@
-"""Puts small faults into the kit, one at a time, and counts how many the fast tests of that folder notice.
+"""Puts small faults into the kit, one at a time, and counts how many the fast tests notice.
 
-    .venv/bin/python tests/mutation.py --count 60 --seed 1
+    .venv/bin/python tests/mutation.py --count 40 --folder train plan data/render reward runs
 
 Run by hand; the outcome goes to docs/evidence.md. A fault changes one operator, constant, negation or return inside a
-function. It is put into a copy of the repository. First run the test files that carry the module's name or import it,
-then those of its top folder, up to the first failure; a module at the top is tested by the files directly below tests/.
-A failure counts only where the same test passes without the fault.
+function. One run of the fast tests says which of them execute which fault's statement. Then each fault is put into a
+copy of the repository, and these tests run up to the first failure; those that fail without a fault are left out.
 
     .venv/bin/python tests/mutation.py --keys
 
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import os
 import random
@@ -27,20 +27,39 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, repeat
+from multiprocessing import Queue
 from pathlib import Path
 from typing import Any, get_args
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 900.0
 """A fault that makes the tests hang counts as noticed behind this time."""
 
+TESTS_S = 300.0
+"""So many seconds of tests are tried for a fault, by what they take without it."""
+
+FAST = "not slow and not long"
+
+NEAR = 12
+"""So many of a fault's tests are tried before the others are collected."""
+
+FAILURE = r"^(?:FAILED|ERROR) (tests/\S+::.+?)(?: - |$)"
+"""A failed test in the summary of pytest."""
+
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
-NONE_COLLECTED = 5
-"""pytest's exit code where a file holds none of the chosen tests."""
+NONE_COLLECTED, NOT_RUN = 5, 70
+"""pytest's exit code where a file holds none of the chosen tests, and that of a process in which it cannot be run."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -130,57 +149,125 @@ def put(fault: Fault, root: Path) -> None:
     (root / fault.path.relative_to(ROOT)).write_bytes(faulty)
 
 
-def test_sets(fault: Fault, root: Path) -> list[list[str]]:
-    """The test files for a fault, nearest first: those of the module's name or that import it, then the folder's."""
-    module = fault.path.relative_to(ROOT).with_suffix("")
-    folder, own = ".".join(module.parts[:-1]), re.escape(module.name)
-    imports = re.compile(rf"^\s*(from|import) {re.escape(folder)}(\.{own}\b| import .*\b{own}\b)", re.MULTILINE)
-    near = sorted(
-        str(path.relative_to(root))
-        for path in (root / "tests").rglob("test_*.py")
-        if path.name.startswith(f"test_{module.name}") or imports.search(path.read_text(encoding="utf-8"))
+REACHED = """
+import os
+seen = set()
+def reached(number):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    if test and (number, test) not in seen:
+        seen.add((number, test))
+        try:
+            file = os.open({notes!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.write(file, f"{{number}}\\t{{test}}\\n".encode())
+            os.close(file)
+        except OSError:
+            pass
+"""
+"""A module of the copy: notes which test reaches which fault's statement, also in the processes that a test starts."""
+
+
+def tests_that_reach(faults: list[Fault], root: Path) -> tuple[list[list[str]], set[str]]:
+    """Run the fast tests once in the copy `root`; for each fault the tests that execute its statement, nearest first.
+
+    Where a fixture executes it, all tests of that file. Left out is what would take longer than `TESTS_S`. The second
+    value holds the tests that fail without a fault.
+    """
+    notes = root.parent / "reached"
+    (root / "sftplay" / "reached.py").write_text(REACHED.format(notes=str(notes)), encoding="utf-8")
+    paths = {fault.path for fault in faults}
+    for path in paths:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        places = [(statement_of(fault), number) for number, fault in enumerate(faults) if fault.path == path]
+        for line, index in sorted(places, reverse=True):
+            indent = " " * (len(lines[line - 1]) - len(lines[line - 1].lstrip()))
+            lines.insert(line - 1, f"{indent}from sftplay.reached import reached as _reached; _reached({index})\n")
+        (root / path.relative_to(ROOT)).write_text("".join(lines), encoding="utf-8")
+    argv = [*PYTEST, "-n3", "--dist=loadfile", "-m", FAST, "--durations=0", "--durations-min=0.01", "-vv", "-rfE"]
+    output = subprocess.run(argv, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True).stdout
+    seconds = defaultdict[str, float](float)
+    for spent, test in re.findall(r"^([\d.]+)s (?:setup|call|teardown) +(tests/.*)$", output, re.MULTILINE):
+        seconds[test] += float(spent)
+        seconds[test.split("::")[0]] += float(spent)
+    found: list[set[str]] = [set() for _ in faults]
+    for note in notes.read_text(encoding="utf-8").splitlines():
+        number, test = note.split("\t", 1)
+        name, phase = test.rsplit(" ", 1)
+        found[int(number)].add(name if phase == "(call)" else name.split("::")[0])
+    for path in paths:
+        shutil.copy2(path, root / path.relative_to(ROOT))
+    failed = set(re.findall(FAILURE, output, re.MULTILINE))
+    return [nearest(fault, tests - failed, seconds) for fault, tests in zip(faults, found, strict=True)], failed
+
+
+def statement_of(fault: Fault) -> int:
+    """The line of the innermost statement around a fault before which another can be put."""
+    text = fault.path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    return max(
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and node.lineno <= fault.line <= (node.end_lineno or 0)
+        if not lines[node.lineno - 1].lstrip().startswith("elif ")
+        if not lines[node.lineno - 2].lstrip().startswith("@")
     )
-    top = root / "tests" / module.parts[1]
-    rest = [str(top.relative_to(root))] if top.is_dir() else [
-        str(path.relative_to(root)) for path in sorted((root / "tests").glob("test_*.py"))
-    ]  # fmt: skip
-    return [near, rest] if near else [rest]
 
 
-def is_noticed(fault: Fault, root: Path, left_out: set[str]) -> bool:
-    """Run the tests of a fault that lies in the copy `root`. What fails without it too goes into `left_out`."""
-    for files in test_sets(fault, root):
-        while (failed := first_failure(files, root, left_out)) is not None:
-            if not failed:
-                return True
-            faulty = root / fault.path.relative_to(ROOT)
-            text = faulty.read_bytes()
-            shutil.copy2(fault.path, faulty)
-            is_sound = first_failure([failed], root, set()) is None
-            faulty.write_bytes(text)
-            if is_sound:
-                return True
-            left_out.add(failed)
-    return False
+def nearest(fault: Fault, tests: set[str], seconds: dict[str, float]) -> list[str]:
+    """The tests of a fault: first those of the module's name, then those of its folder, the fastest first."""
+    module = fault.path.relative_to(ROOT).with_suffix("")
+
+    def order(test: str) -> tuple[bool, bool, float]:
+        near, same = f"test_{module.name}" in test, test.startswith(f"tests/{module.parts[1]}/")
+        return not near, not same, seconds[test]
+
+    chosen = sorted((test for test in tests if "::" not in test or test.split("::")[0] not in tests), key=order)
+    spent = list(accumulate(seconds[test] for test in chosen))
+    return chosen[: max(1, sum(s <= TESTS_S for s in spent))]
 
 
-def first_failure(
-    tests: list[str], root: Path, left_out: set[str], *, marks: str = "not slow and not long"
-) -> str | None:
-    """The first test that fails; empty where the tests hang or cannot be collected, None where all pass."""
-    argv = [*PYTEST, "-m", marks, "-x", "-rfE", *(f"--deselect={name}" for name in sorted(left_out)), *tests]
-    process = subprocess.Popen(
-        argv, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return ""
-    if process.returncode in (0, NONE_COLLECTED):
-        return None
-    failures = re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.+?)(?: - |$)", output, re.MULTILINE)
+def first_failure(tests: list[str], root: Path, left_out: set[str], *, marks: str = FAST) -> str | None:
+    """The first test that fails; empty where the tests hang or cannot be collected, None where all pass.
+
+    They run in a fork of this process, which has imported the libraries.
+    """
+    quiet = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+    argv = [*PYTEST[3:], "-W", quiet, "-m", marks, "-x", "-rfE", *(f"--deselect={name}" for name in left_out), *tests]
+    with tempfile.TemporaryFile() as output:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os.chdir(root)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            sys.path.insert(0, str(root))
+            for name in [name for name in sys.modules if name.split(".")[0] == "sftplay"]:
+                del sys.modules[name]
+            # What the tests spawn begins by importing the main module.
+            sys.modules["__main__"] = importlib.import_module("pytest.__main__")
+            try:
+                os._exit(pytest.main(argv))
+            finally:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(NOT_RUN)
+        deadline, status = time.monotonic() + LIMIT_S, None
+        while status is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            ended, status = os.waitpid(child, os.WNOHANG)
+            status = status if ended else None
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if status is None:
+            os.waitpid(child, 0)
+            return ""
+        code = os.waitstatus_to_exitcode(status)
+        if code in (0, NONE_COLLECTED):
+            return None
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+        if code == NOT_RUN:
+            raise RuntimeError(text)
+    failures = re.findall(FAILURE, text, re.MULTILINE)
     return failures[0] if failures else ""
 
 
@@ -218,6 +305,32 @@ def try_keys(root: Path, say: Callable[[str], None]) -> None:
             say(f"{fate}  {section}.{key}  tests/{file}")
 
 
+worker_root: Path
+"""The copy of a process that tries faults."""
+
+
+def begin_worker(roots: Queue[Path]) -> None:
+    """Take one of the copies, and import what the tests of any fault would."""
+    global worker_root
+    worker_root = roots.get()
+    os.environ |= ENVIRONMENT
+    for name in ("torch", "transformers", "peft", "accelerate", "datasets", "trl"):
+        importlib.import_module(name)
+
+
+def try_fault(fault: Fault, tests: list[str], left_out: set[str]) -> bool:
+    """Whether a test fails with the fault in this worker's copy, first those nearest to it; prints its fate."""
+    began = time.monotonic()
+    put(fault, worker_root)
+    parts = [tests[:NEAR], tests[NEAR:]]
+    noticed = any(first_failure(part, worker_root, left_out) is not None for part in parts if part)
+    shutil.copy2(fault.path, worker_root / fault.path.relative_to(ROOT))
+    fate = "noticed" if noticed else "MISSED " if tests else "UNTRIED"
+    where = f"{fault.path.relative_to(ROOT)}:{fault.line}"
+    print(f"{fate} {time.monotonic() - began:4.0f} s  {where}  {fault.before!r} -> {fault.after!r}", flush=True)
+    return noticed
+
+
 def copy_to(root: Path) -> None:
     """The tracked files of the repository, and beside them the shared data that tests may read."""
     for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n"):
@@ -233,8 +346,10 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> N
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=1, help="go on with this fault of the draw")
-    parser.add_argument("--folder", default="", help="only below this folder of sftplay/")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--folder", nargs="+", default=[""], help="so many faults below each of these folders of sftplay/"
+    )
     parser.add_argument("--keys", action="store_true", help="ignore keys of the config instead")
     args = parser.parse_args()
     if args.keys:
@@ -242,25 +357,27 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> N
             copy_to(Path(home) / "kit")
             try_keys(Path(home) / "kit", say)
         return
-    files = sorted((ROOT / "sftplay" / args.folder).rglob("*.py"))
-    known = [fault for path in files for fault in faults_of(path)]
-    chosen = random.Random(args.seed).sample(known, min(args.count, len(known)))
-    noticed: list[bool] = []
+    chosen: list[Fault] = []
+    for folder in args.folder:
+        known = [fault for path in sorted((ROOT / "sftplay" / folder).rglob("*.py")) for fault in faults_of(path)]
+        chosen += random.Random(args.seed).sample(known, min(args.count, len(known)))
     with tempfile.TemporaryDirectory() as home:
-        root = Path(home) / "kit"
-        copy_to(root)
-        left_out: set[str] = set()
-        for number, fault in list(enumerate(chosen, 1))[args.first - 1 :]:
-            put(fault, root)
-            began = time.monotonic()
-            noticed.append(is_noticed(fault, root, left_out))
-            shutil.copy2(fault.path, root / fault.path.relative_to(ROOT))
-            where = f"{fault.path.relative_to(ROOT)}:{fault.line}"
-            fate = "noticed" if noticed[-1] else "MISSED"
-            say(f"{number:3} {fate:7} {time.monotonic() - began:4.0f} s  {where}  {fault.before!r} -> {fault.after!r}")
-        for name in sorted(left_out):
+        roots: Queue[Path] = Queue()
+        for number in range(args.jobs):
+            roots.put(Path(home) / str(number) / "kit")
+            copy_to(Path(home) / str(number) / "kit")
+        tests, failed = tests_that_reach(chosen, Path(home) / "0" / "kit")
+        with ProcessPoolExecutor(args.jobs, initializer=begin_worker, initargs=(roots,)) as pool:
+            noticed = list(pool.map(try_fault, chosen, tests, repeat(failed)))
+        for name in sorted(failed):
             say(f"fails without a fault: {name}")
-    say(json.dumps({"seed": args.seed, "faults": len(noticed), "noticed": sum(noticed)}))
+    for folder in args.folder:
+        fates = [
+            fate
+            for fault, fate in zip(chosen, noticed, strict=True)
+            if fault.path.is_relative_to(ROOT / "sftplay" / folder)
+        ]
+        say(json.dumps({"folder": folder, "seed": args.seed, "faults": len(fates), "noticed": sum(fates)}))
 
 
 if __name__ == "__main__":

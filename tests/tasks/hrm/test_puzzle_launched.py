@@ -22,6 +22,13 @@ Verb = Callable[..., CompletedProcess[str]]
 
 pytestmark = pytest.mark.slow
 
+GIVEN = {
+    "one": ("--nproc", 1),
+    "two": ("--nproc", 2, "hrm.puzzle_emb_placement=replicated"),
+    "sharded": ("--nproc", 2, "hrm.puzzle_emb_placement=sharded"),
+}
+"""Runs of the same config by name: how many processes, and where the puzzle embeddings are."""
+
 
 @pytest.fixture(scope="module")
 def puzzles(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,7 +53,7 @@ def places(folder: Path, step: int) -> dict[str, dict[str, str]]:
 def two(puzzles: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A home, and the YAML in it of a run that takes two processes."""
     home = tmp_path_factory.mktemp("two")
-    return home, write_hrm_run(home, puzzles, hrm__ema=0.9)
+    return home, write_hrm_run(home, puzzles, hrm__ema=0.9, train__save_steps=2, train__save_total_limit=4)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +61,8 @@ def learned(two: tuple[Path, Path], sftplay: Verb) -> dict[str, Path]:
     """The folders of the same run on one process, on two, and on two that share the puzzle embeddings out."""
     home, config = two
     found = {}
-    for name, processes, placement in (("one", 1, "auto"), ("two", 2, "replicated"), ("sharded", 2, "sharded")):
-        given = (f"run_name={name}", f"hrm.puzzle_emb_placement={placement}", "--nproc", processes)
-        done = sftplay("train", "--config", config, *given)
+    for name, given in GIVEN.items():
+        done = sftplay("train", "--config", config, *given, f"run_name={name}")
         assert done.returncode == 0, done.stderr
         found[name] = home / "outputs" / name
     return found
@@ -108,7 +114,8 @@ def test_a_run_with_sharded_puzzle_embeddings_goes_on_in_one_process(
 ):
     onward = learned["sharded"].with_name("onward")
     shutil.copytree(learned["sharded"], onward, symlinks=True)
-    shutil.rmtree(onward / "checkpoints" / "checkpoint-8")
+    for step in (6, 8):
+        shutil.rmtree(onward / "checkpoints" / f"checkpoint-{step}")
     shutil.rmtree(onward / "model")
     (onward / "status.json").write_text('{"state": "stopped"}')
     done = sftplay("resume", "--config", two[1], "run_name=onward", "--nproc", 1)
@@ -117,23 +124,21 @@ def test_a_run_with_sharded_puzzle_embeddings_goes_on_in_one_process(
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize(("processes", "placement"), [(1, "replicated"), (2, "replicated"), (2, "sharded")])
+@pytest.mark.parametrize(("name", "processes"), [("one", 1), ("two", 2), ("sharded", 2)])
 def test_a_killed_run_ends_as_a_whole_one_bit_for_bit(
-    processes: int, placement: str, puzzles: Path, tmp_path: Path, sftplay: Verb
+    name: str, processes: int, learned: dict[str, Path], two: tuple[Path, Path], tmp_path: Path, sftplay: Verb
 ):
-    given_keys = {"hrm__ema": 0.9, "hrm__puzzle_emb_placement": placement, "train__save_steps": 2}
-    config = write_hrm_run(tmp_path, puzzles, **given_keys)
-    given = ("--config", config, "--nproc", processes)
-    assert sftplay("train", *given, "run_name=whole").returncode == 0
+    whole = learned[name]
+    killed = whole.with_name(f"{name}-killed")
+    given = ("--config", two[1], *GIVEN[name], f"run_name={killed.name}")
     verb = "train"
     for phase, step in (("backward", 4), ("save", 6)):
         env = killed_in(tmp_path, phase, step, rank=processes - 1)
-        done = sftplay(verb, *given, "run_name=killed", env=env)
+        done = sftplay(verb, *given, env=env)
         assert done.returncode == 5, done.stderr
         verb = "resume"
-    done = sftplay("resume", *given, "run_name=killed")
+    done = sftplay("resume", *given)
     assert done.returncode == 0, done.stderr
-    whole, killed = tmp_path / "outputs" / "whole", tmp_path / "outputs" / "killed"
     assert lines_of(killed) == lines_of(whole)
     its = checkpoint_tensors(whole, 8)
     assert {name.partition("/")[0] for name in its} >= {f"carry-{rank}.safetensors" for rank in range(processes)}
