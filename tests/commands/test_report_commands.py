@@ -56,7 +56,7 @@ def test_a_finished_run_has_its_report_with_plan_notes_and_a_masked_row(folder: 
     text = page(folder)
     assert "done</span> at step 4 of 4" in text
     assert "train.dataloader_pin_memory has no effect without a GPU." in text
-    (note,) = [n for n in folder.read_json("plan.json")["notes"] if "pin_memory" in n]
+    (note,) = [n for n in folder.read_json("plan.json")["notes"] if "no effect" in n]
     assert note == "train.dataloader_pin_memory has no effect without a GPU"
     sample = folder.read_json("samples/masked.json")
     path, _, line = sample["source"].rpartition(":")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -67,6 +68,16 @@ def test_the_parts_of_a_text_have_its_tokens(
 
     parts = split_at_seams(text, ids, size=size)
     assert "".join(parts) == text
+    assert [id for part in parts for id in ids(part)] == ids(text)
+
+
+def test_a_line_is_no_seam_where_a_token_goes_over_it():
+    def ids(part: str) -> list[int]:
+        return [len(token) for token in re.findall(r"salt\nand|.", part, re.DOTALL)]
+
+    text = "salt\nand\n" * 20
+    parts = split_at_seams(text, ids, size=5)
+    assert len(parts) > 1
     assert [id for part in parts for id in ids(part)] == ids(text)
 
 

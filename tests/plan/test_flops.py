@@ -34,6 +34,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": SMALL | {"intermediate_size": 160, "num_key_value_heads": 4},
     "phi3": SMALL,
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "glm4_moe": SMALL | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1},
+    "gpt_oss": SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 MLP = {"llama": ["gate_proj", "up_proj", "down_proj"], "gpt_neox": ["dense_h_to_4h", "dense_4h_to_h"]}
 
 
@@ -45,8 +49,8 @@ def path_of(mode: str, targets: list[str] | None = None, **more: Any) -> MemoryS
 
 def build(family: str, mode: str, targets: list[str] | None, **more: Any) -> tuple[Any, dict[str, Any]]:
     # Eager attention multiplies every query with every key; fused kernels also recompute the scores in backward.
-    config = AutoConfig.for_model(family, **FAMILIES[family], attn_implementation="eager")
-    model = AutoModelForCausalLM.from_config(config)
+    config = AutoConfig.for_model(family, **(FAMILIES | MIXTURES)[family], attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     if mode == "lora":
         more |= {"target_modules": targets or "all-linear", "fan_in_fan_out": family == "gpt2"}
         model = get_peft_model(model, LoraConfig(r=RANK, task_type="CAUSAL_LM", **more))
@@ -71,6 +75,15 @@ def assert_counted(model: Any, config: dict[str, Any], path: MemorySetup, labell
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operations_are_those_that_torch_counts(family: str, mode: str):
     assert_counted(*build(family, mode, None), path_of(mode), ROWS * TOKENS)
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "k_proj", "v_proj", "o_proj"]])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_of_a_mixture_a_token_pays_for_the_experts_that_it_goes_to_and_for_the_router(
+    family: str, targets: list[str] | None
+):
+    mode = "lora" if targets else "full"
+    assert_counted(*build(family, mode, targets), path_of(mode, targets), ROWS * TOKENS)
 
 
 @pytest.mark.parametrize("family", MLP)

@@ -89,7 +89,7 @@ def test_an_unknown_type_with_the_keys_of_a_llama_is_read_as_one_and_says_so():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "newcomer", "num_experts": 8}, "mixture of experts"),
+        ({"model_type": "newcomer", "num_experts": 2}, "mixture of experts"),
         ({"model_type": "newcomer", "kv_lora_rank": 512}, "latent attention"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"quantization_config": {"quant_method": "gptq"}}, "already quantised"),

@@ -84,6 +84,7 @@ RIGHT = [
     "Solution: def add(a, b): return a + b",
     "Use `add = lambda a, b: a + b`.",
     "First import what is needed.\n\nimport operator\n\ndef add(a, b):\n    return operator.add(a, b)\n\nThat is all.",
+    "As a class:\n\nclass Solution:\n    def add(self, a, b):\n        return a + b\n\nIt adds the two numbers.",
     "[PYTHON]\n" + ADD + "[/PYTHON]",
     # the rest
     "<think>Maybe\n" + block(BAD) + "\nno.</think>\n" + block(ADD),
