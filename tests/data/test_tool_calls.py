@@ -229,3 +229,14 @@ def test_calls_may_end_with_a_token_of_their_own(modern_tokenizer: Any):
     learned, _ = find_learned(modern_tokenizer, template, weighing())
     assert learned == '[weigh {"stone": "grey"}]<|eom_id|>Heavy.</s>'
     assert modern_tokenizer.convert_ids_to_tokens(renderer.end_token_ids) == ["</s>", "<|eom_id|>"]
+
+
+def test_without_an_end_token_a_last_call_ends_as_before_a_result_and_a_last_answer_as_before_the_user(
+    modern_tokenizer: Any,
+):
+    renderer = Renderer.prove(modern_tokenizer, shipped_templates()["glm4moe"], samples=[])
+    asked, called = Message("user", "Heavy?"), Message("assistant", "", (Call("weigh", '{"stone": "grey"}', "call1"),))
+    answered = [asked, called, Message("tool", "7 kg", name="weigh", call_id="call1"), Message("assistant", "Yes.")]
+    for turns, end in (([asked, called], "<|observation|>"), (answered, "<|user|>")):
+        found = renderer.render([Chat(tuple(turns), Source("rows", 1), tools=json.dumps([TOOL]))])[-1]
+        assert decode_learned(modern_tokenizer, found).endswith(end)  # both are among GLM-4.5's eos_token_id

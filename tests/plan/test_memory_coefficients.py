@@ -110,3 +110,10 @@ def test_a_mask_is_a_boolean_and_a_number_in_the_dtype_of_the_queries_an_entry(c
 
 def test_what_a_loss_in_chunks_keeps_between_them_is_planned():
     assert 1 <= closed_bytes(SHALLOW_CHUNKS)["head"] / traced_bytes(SHALLOW_CHUNKS)["head"] < 1.03
+
+
+@pytest.mark.parametrize("vocab", [32_000, 128_256, 151_936, 262_144, 1_000_000])
+def test_a_chunk_of_the_loss_on_a_gpu_is_whole_tiles_of_a_product_and_half_a_gibibyte_of_scores_at_most(vocab):
+    tokens = memory_setup.gpu_chunk_tokens(vocab)
+    assert tokens % 128 == 0  # CUTLASS's usual tile is 128 rows
+    assert tokens == 256 or tokens * vocab * 4 <= 2**29 < (tokens + 256) * vocab * 4 or tokens == 2048

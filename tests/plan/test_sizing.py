@@ -56,6 +56,17 @@ def test_exactly_those_effective_batches_are_accepted_that_the_processes_divide(
     assert f"to {f'{below} or ' if below else ''}{above}," in caught.value.fix
 
 
+@given(EFFECTIVE, st.integers(1, 4096), st.integers(1, 8192))
+def test_a_micro_batch_is_the_largest_whose_rows_stay_within_the_tokens_and_never_less_than_a_row(effective, row, most):
+    batch, accum, _ = split_batch(
+        config(effective_batch_size=effective), 1, has_gpu=False, row_tokens=row, most_tokens=most
+    )
+    larger = [n for n in range(batch + 1, effective + 1) if effective % n == 0]
+    assert batch * accum == effective
+    assert batch == 1 or batch * row <= most
+    assert all(n * row > most for n in larger)
+
+
 @pytest.mark.contract
 @given(EFFECTIVE, PROCESSES, st.integers(1, 64), st.sampled_from(["batch_size", "grad_accum"]))
 def test_one_size_that_is_given_is_kept_or_refused_with_the_nearest_batches(effective, processes, size, key):

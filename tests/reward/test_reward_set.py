@@ -57,6 +57,12 @@ def block(program):
     return f"```python\n{program}\n```"
 
 
+def test_the_reward_of_an_environment_is_what_it_gave_and_none_where_it_gave_none():
+    with RewardSet(config({"use": "environment"})) as rewards:
+        scored = rewards.score(["a", "b"], {"environment_reward": [0.5, None], "shown": [1, 1]})
+    assert scored.by_name["r0"].values == [0.5, None]
+
+
 def test_rewards_are_asked_side_by_side_and_answer_in_the_order_of_the_config(user, tmp_path):
     names = ["exact_match", *[f"{user}:meets_two_others"] * 3]
     (tmp_path / "asked").mkdir()

@@ -11,7 +11,7 @@ from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.forecast import RowLengths
-from sftplay.runs.new_config import MODELS, TOY, choose_model, survey_rows
+from sftplay.runs.new_config import MODELS, TOY, Measured, choose_model, survey_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -225,3 +225,9 @@ def test_the_model_is_the_largest_that_the_plan_fits_into_the_machine():
     assert sizes == sorted(sizes)
     assert 0 < sizes[1] < sizes[2] < sizes[3]
     assert names[3].name == TOY
+
+
+def test_lengths_of_rows_are_known_as_they_are_and_as_they_are_cut():
+    measured = Measured([2, 4, 6, 12], is_estimate=False)
+    assert (measured.at(0.5), measured.at(0.51), measured.at(1.0), measured.cut(5)) == (4, 6, 12, 2)
+    assert measured.within(6) == RowLengths(longest=6, mean=4.5, count=4)

@@ -22,7 +22,7 @@ class Cluster:
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.state, self.submitted, self.called = folder, "RUNNING", 0, list[str]()
         self.refusal: ConfigError | None = None
-        self.is_silent, self.now = False, 0.0
+        self.is_silent, self.now = False, 1000.0
 
     def ask(self, _job: int) -> dict[str, str]:
         if self.is_silent:
@@ -79,7 +79,7 @@ def test_a_run_has_the_code_of_its_jobs_last_attempt_and_the_cause_that_the_job_
     job = start(cluster)
     end(cluster, 3, "[train] hello\nmodel.name: does not fit\n  fix: take a smaller one\n[job] done\n")
     assert job.poll() is None  # SLURM is asked every few seconds
-    cluster.now = sweep_job.ASK_S
+    cluster.now += sweep_job.ASK_S
     assert job.poll() == job.returncode == job.wait() == 3
     answer = json.loads((cluster.folder.path / "answer.json").read_text())
     assert answer["error"] == {"code": None, "what": "model.name: does not fit", "fix": "take a smaller one"}
@@ -88,7 +88,7 @@ def test_a_run_has_the_code_of_its_jobs_last_attempt_and_the_cause_that_the_job_
 def test_a_job_that_was_cancelled_in_the_queue_counts_as_stopped(cluster: Cluster):
     job = start(cluster)
     end(cluster, None)
-    cluster.now = sweep_job.ASK_S
+    cluster.now += sweep_job.ASK_S
     assert job.poll() == 143
 
 
@@ -104,7 +104,7 @@ def test_a_config_that_submit_refuses_is_a_refused_run(cluster: Cluster):
 
 def test_slurm_may_be_silent_for_a_while(cluster: Cluster):
     job = start(cluster)
-    cluster.is_silent, cluster.now = True, sweep_job.SILENT_S
+    cluster.is_silent, cluster.now = True, cluster.now + sweep_job.SILENT_S
     assert job.poll() is None
     cluster.now += sweep_job.ASK_S
     with pytest.raises(MachineError, match="has not answered"):
