@@ -53,12 +53,11 @@ def limited() -> Iterator[None]:
         _clock.deadline = 0.0
 
 
-def tick() -> str:
-    """Called in each pass of a template's loops and in each call of its macros; empty, so it prints nothing."""
+def tick() -> None:
+    """Called in each pass of a template's loops and in each call of its macros."""
     _clock.n_ticks += 1
     if not _clock.n_ticks % TICKS:
         check()
-    return ""
 
 
 def is_used() -> bool:
