@@ -73,7 +73,8 @@ def test_a_run_and_its_adapter_named_by_a_config_answer_alike_and_not_like_their
     adapter = asked(capsys, "--config", named, *shown)
     assert (adapter["run"], adapter["adapter"]) == (None, str(run.folder.path / "adapter"))
     plain = asked(capsys, "--config", write_config("plain.yaml", run_name=None), *shown)
-    assert (plain["model"], plain["adapter"]) == (base["model"], None)
+    told = (plain["model"], plain["adapter"], plain["weights"], plain["step"])
+    assert told == (base["model"], None, "start", None)
     of_run, outputs = run.folder.eval, tmp_path / "outputs"
     tuned, untuned = (answers_of(of_run / f"code-{number}.jsonl") for number in (1, 2))
     assert tuned != untuned
