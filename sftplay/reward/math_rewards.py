@@ -199,7 +199,7 @@ def is_equal(given: str, right: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """Strip an answer of LaTeX and Markdown: 42 of `x = 42`, or of `6 * 7 = 42`, which must be true; both of `\\pm 2`."""
+    """Strip an answer of LaTeX and Markdown: 42 of `x = 42`, or of `6 * 7 = 42`, which must be true; both of `\\pm`."""
     text = re.sub("([⁰¹²³⁴-⁹⁻]+)", r"^{\1}", re.sub("([¼-¾⅐-⅞])", r" \1", text))
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("μ", "u")
     for pattern, replacement in _PLAIN.items():
