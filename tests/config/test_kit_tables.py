@@ -311,6 +311,13 @@ def test_the_likelihood_of_chosen_answers_that_simpo_has_there_is_said(case, cha
     assert "cpo_alpha" not in made.text
 
 
+def test_a_loss_of_trls_fine_tuning_that_is_not_offered_makes_no_run_of_pairs(tmp_path):
+    written, answers, made = imported(tmp_path, "trl-bare", loss_type="dft")
+    assert {"task_mode", "preference.loss"}.isdisjoint(written)
+    assert (answers["loss_type"]["verdict"], answers["loss_type"]["became"]) == ("not_offered", None)
+    assert "# - loss_type: dft" in made.text
+
+
 def test_a_loss_of_pairs_that_is_not_offered_is_said_and_the_nearest_is_written(tmp_path):
     written, answers, made = imported(tmp_path, "trl-dpo", loss_type=["exo_pair"])
     assert (written["preference.loss"], answers["loss_type"]["verdict"]) == ("sigmoid", "not_offered")

@@ -105,9 +105,11 @@ def convert_pairs(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_pair_loss(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The loss of pairs, by its name or in a list. Some losses are kinds of training here; with `mode` the loss alone
-    says which. `values`: losses that are none of pairs."""
+    says which. `values`: losses that are none of pairs, each with null or why it is not offered."""
     losses = [str(loss) for loss in (leaf.value if isinstance(leaf.value, list) else [leaf.value])]
     if not losses or losses[0] in rule.get("values", ()):
+        if said := rule["values"][losses[0]] if losses else "":
+            return Answer("not_offered", None, said)
         return Answer("translated", "task_mode", rule.get("why", ""))
     kinds = {"ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
     mode = kinds.get(losses[0], "dpo")
