@@ -45,7 +45,7 @@ def sandbox(args: Namespace) -> int:
         if args.out:  # it takes the place of what is there when all is written: that may be the jobs themselves
             scratch = stack.enter_context(whole_file(Path(args.out)))
             target = stack.enter_context(scratch.open("w", encoding="utf-8"))
-        jobs, statuses = read_jobs(source, timeout_s=args.timeout), Counter[str]()
+        jobs, statuses = read_jobs(source, timeout_s=args.timeout, name=args.input or "standard input"), Counter[str]()
         while batch := list(islice(jobs, 256)):
             for verdict in box.run(batch):
                 target.write(json.dumps(verdict.as_dict(), ensure_ascii=False) + "\n")
@@ -56,8 +56,10 @@ def sandbox(args: Namespace) -> int:
     return 0
 
 
-def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
-    """The jobs of JSON lines; empty lines are no jobs. Raises DataError if a line holds no job; the error names it."""
+def read_jobs(source: TextIO, *, timeout_s: float, name: str) -> Iterator[Job]:
+    """The jobs of JSON lines; empty lines are no jobs. Raises DataError if a line holds no job; the error names it, and
+    the file by its `name`.
+    """
     from sftplay.sandbox.boxes.job import Limits, job_from_dict
 
     limits = Limits(timeout_s=timeout_s, test_timeout_s=min(timeout_s, Limits().test_timeout_s))
@@ -69,9 +71,9 @@ def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
         try:
             yield job_from_dict(json.loads(line), limits=limits)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"is no JSON ({error})", where=f"line {number}", fix="write one job a line") from error
+            raise DataError(f"is no JSON ({error})", where=f"{name}:{number}", fix="write one job a line") from error
         except DataError as error:
-            where = f"line {number}, {error.where}" if error.where else f"line {number}"
+            where = f"{name}:{number}, {error.where}" if error.where else f"{name}:{number}"
             raise DataError(error.what, where=where, fix=error.fix, nearest=error.nearest) from error
 
 

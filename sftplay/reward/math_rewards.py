@@ -48,6 +48,8 @@ _RETRACTION = re.compile(
     r"never ?mind|or (?:maybe|perhaps|is it)|not sure|i meant)\b|(?:^|[.!?\n]\s?)no[,.!:;]"
 )
 _PLAIN = {
+    r"(?<=\d),\\!\s*(?=\d{3})": ",",
+    r"(\\[dt]?frac\s*\{)([\d,.]+\}\s*\{)-(?=[\d,.]+\})": r"\1-\2",
     r"\\(?:text\w*|math\w+|boldsymbol|mbox|operatorname)\s*\{([^{}]*)\}": r" \1 ",
     r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\*\*|__|[`“”\"]": "",
     r"\\[()\[\]]|(?<!\\)\\[,;:! ]|~|\\quad": " ",
@@ -173,6 +175,9 @@ def is_equal(given: str, right: str) -> bool:
     given, right = plain(given), plain(right)
     if re.fullmatch(r"(?!.* (?:or|and) )(?:\d+:\d+)?\s*[A-Za-z][A-Za-z.' -]+", right):  # words, or a time of the day
         return re.sub("[. ]", "", given.lower()) == re.sub("[. ]", "", right.lower())
+    bases = [re.fullmatch(r"-?[\dA-Fa-f.]+_\{?(\d+)\}?", text) for text in (given, right)]
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+        return False
     if given == right:
         return True
     number, wanted = read_number(given), read_number(right)
@@ -180,8 +185,9 @@ def is_equal(given: str, right: str) -> bool:
         return False
     if wanted and number:
         (value, unit), (right_value, right_unit) = number, wanted
-        if right_unit == "%" and not unit and value == 100 * right_value:
-            return abs(value) >= 1  # People write 50 for 50 %. But 0.5 for 0.5 % would be a hundred times too much.
+        pair = (value, right_value) if right_unit == "%" else (right_value, value)
+        if {unit, right_unit} == {"%", ""} and pair[0] == 100 * pair[1]:
+            return abs(pair[0]) >= 1  # People write 50 for 50 %. But 0.5 for 0.5 % would be a hundred times too much.
         return value == right_value and (unit == right_unit or not unit or not right_unit)
     (opening, items), (brackets, elements) = _split_list(given), _split_list(right)
     if len(items) == len(elements) == 1:
@@ -193,14 +199,16 @@ def is_equal(given: str, right: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """Strip an answer of LaTeX and Markdown: 42 of `x = 42`, or of `6 * 7 = 42`, which must be true."""
+    """Strip an answer of LaTeX and Markdown: 42 of `x = 42`, or of `6 * 7 = 42`, which must be true; both of `\\pm`."""
     text = re.sub("([⁰¹²³⁴-⁹⁻]+)", r"^{\1}", re.sub("([¼-¾⅐-⅞])", r" \1", text))
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("μ", "u")
     for pattern, replacement in _PLAIN.items():
         text = re.sub(pattern, replacement, text)
     *sums, result = re.split(r"\s*=\s*", text)
     are_true = all(re.fullmatch(r"[\d\s.,+*/^÷(){}$-]+", side) and _is_same_formula(side, result) for side in sums)
-    return result if result and are_true else text
+    text = result if result and are_true else text
+    signs = re.split(r"(?:\\pm(?![a-zA-Z])|±)\s*", text)
+    return text if len(signs) != 2 or re.search(r"[,;]|\\mp", text) else f"{'+'.join(signs)} or {'-'.join(signs)}"
 
 
 def _split_list(text: str) -> tuple[str, list[str]]:

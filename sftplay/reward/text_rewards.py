@@ -19,6 +19,7 @@ from sftplay.reward.code_rewards import (
     read_text,
     without_reasoning,
 )
+from sftplay.reward.math_rewards import last_box
 
 
 def _compiles(pattern: str) -> str:
@@ -136,7 +137,7 @@ def has_form(completions: Sequence[Completion], *, form: Form = "code_block", **
 
     code_block: exactly one fenced block, labelled as Python and closed, and only white space behind it. reasoning: one
     `<think>...</think>` at the beginning and an answer behind it. answer_tag: one `<answer>...</answer>` at the end.
-    boxed: one `\\boxed{...}`, in the last line. hashes: one `#### answer` as the last line.
+    boxed: one closed `\\boxed{...}` with something in it, in the last line. hashes: one `#### answer` as the last line.
 
     >>> has_form(["So:\\n```python\\nx = 1\\n```", "x = 1"], form="code_block")
     [1.0, 0.0]
@@ -210,7 +211,8 @@ def not_repetitive(completions: Sequence[Completion], *, words: Positive = 3, **
 
 def _is_of_form(text: str, form: Form) -> bool:
     if form != "code_block":
-        return re.fullmatch(_FORMS[form], text, re.DOTALL) is not None
+        is_filled = form != "boxed" or bool(last_box(text))
+        return is_filled and re.fullmatch(_FORMS[form], text, re.DOTALL) is not None
     answer = without_reasoning(text)
     blocks = fenced_blocks(answer)
     if len(blocks) != 1 or answer[blocks[0].end :].strip():

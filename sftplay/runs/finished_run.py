@@ -28,7 +28,7 @@ from sftplay.startup import leave_out
 
 def name_config(args: Namespace) -> None:
     """Let the run's own config stand for one that is not named. Raise ConfigError where no run is named either, or none
-    is called so.
+    is called so. A name is looked up in `output_dir=` of the command line, else in outputs.
     """
     if args.config:
         return
@@ -36,7 +36,8 @@ def name_config(args: Namespace) -> None:
         raise ConfigError("no run is named", where="--run", fix=f"name one: make {args.verb} RUN=name")
     from sftplay.runs.status import find_folder
 
-    found = find_folder(Path("outputs"), args.run, (RESOLVED,))
+    output_dir = dict(override.partition("=")[::2] for override in args.overrides).get("output_dir", "outputs")
+    found = find_folder(Path(output_dir), args.run, (RESOLVED,))
     args.config, args.run = str(found / RESOLVED), str(found)
 
 

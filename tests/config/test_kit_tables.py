@@ -123,6 +123,12 @@ def test_what_both_sft_trainers_of_verl_do_in_silence_is_written(case, expected,
     assert {key: written.get(key) for key in expected} == expected
 
 
+def test_the_older_name_of_verls_warm_up_is_followed(tmp_path):
+    written, answers, _ = imported(tmp_path, "verl-sft-older", optim={"lr": 1e-5, "warmup_steps_ratio": 0.02})
+    assert written["train.warmup_ratio"] == 0.02
+    assert answers["optim.warmup_steps_ratio"]["became"] == "train.warmup_ratio"
+
+
 def test_the_constant_rate_of_the_newer_trainer_of_verl_keeps_its_warm_up(tmp_path):
     written, _, _ = imported(tmp_path, "verl-sft", optim={"lr_warmup_steps_ratio": 0.1, "lr_warmup_steps": -1})
     schedule = ("train.learning_rate", "train.lr_scheduler", "train.warmup_ratio")
@@ -190,6 +196,29 @@ def test_corrections_for_the_sampler_and_lengths_of_other_kits_become_keys(tmp_p
     assert (written["grpo.sampler_correction"], written["grpo.sampler_ratio_max"]) == ("sequence_mask", 4.0)
 
 
+def test_verls_penalty_for_length_is_taken_only_where_it_is_on(tmp_path):
+    def taken(**buffer):
+        changed = {"reward_kwargs": {"overlong_buffer_cfg": {"len": 128, **buffer}}}
+        written, answers, _ = imported(tmp_path, "verl-grpo", reward_model=changed)
+        lead = "reward_model.reward_kwargs.overlong_buffer_cfg"
+        verdicts = {answers[f"{lead}.{key}"]["verdict"] for key in buffer}
+        return written.get("grpo.overlong_buffer"), verdicts - {"no_effect", "translated"}
+
+    assert taken(enable=True, penalty_factor=1.0) == (128, set())
+    assert taken(enable=True, penalty_factor=0.5) == (128, {"not_offered"})
+    assert taken(enable=False, penalty_factor=0.5) == taken(enable=False, penalty_factor=1) == (None, set())
+
+
+def test_groups_that_verl_samples_again_are_not_called_a_thing_that_is_not_offered(tmp_path):
+    groups = {"enable": True, "metric": "acc", "max_num_gen_batches": 10}
+    written, answers, _ = imported(
+        tmp_path, "verl-grpo", algorithm=CASES["verl-grpo"]["algorithm"] | {"filter_groups": groups}
+    )
+    assert written["grpo.dynamic_sampling_rounds"] == 3
+    for key in ("metric", "max_num_gen_batches"):
+        assert "which is not offered" not in answers[f"algorithm.filter_groups.{key}"]["why"]
+
+
 def test_a_reward_that_is_code_of_the_kit_is_named(tmp_path):
     for case, key in (("swift-grpo", "reward_funcs"), ("trl-grpo", "reward_funcs")):
         _, answers, _ = imported(tmp_path, case)
@@ -200,9 +229,14 @@ def test_a_reward_that_is_code_of_the_kit_is_named(tmp_path):
 
 
 def test_vllm_is_written_where_it_is_installed(tmp_path, monkeypatch):
-    _, answers, _ = imported(tmp_path, "trl-grpo")
-    assert "vLLM is not installed here" in answers["use_vllm"]["why"]
-    monkeypatch.setattr("sftplay.config.kits.switches.find_spec", lambda name: name)
+    monkeypatch.setattr("sftplay.places.ROOT", tmp_path)
+    for case in ("trl-grpo", "swift-grpo"):
+        _, answers, _ = imported(tmp_path, case)
+        assert "vLLM is not installed here" in answers["use_vllm"]["why"]
+        assert "make install-vllm" in answers["use_vllm"]["why"]
+    python = tmp_path / ".venv-vllm/bin/python"  # where `make install-vllm` puts it
+    python.parent.mkdir(parents=True)
+    python.touch()
     server, _, _ = imported(tmp_path, "trl-grpo")
     assert server["grpo.generation"] == "vllm_server"
     shared, _, _ = imported(tmp_path, "swift-grpo")
@@ -246,6 +280,11 @@ def test_a_kind_of_training_that_is_not_offered_is_refused_by_its_name(case, mod
          {"preference.loss": "robust", "preference.label_smoothing": 0.1}),
         ("trl-dpo", {}, {"task_mode": "dpo", "preference.loss": "sigmoid", "preference.beta": 0.1}),
         ("trl-dpo", {"loss_type": ["ipo"]}, {"task_mode": "ipo", "preference.beta": 0.1}),
+        ("trl-bare", {"loss_type": "simpo"},
+         {"task_mode": "simpo", "preference.beta": 0.1, "preference.gamma": 0.5, "train.learning_rate": 1e-6}),
+        ("trl-dpo", {"loss_type": "simpo", "simpo_gamma": 0.7, "beta": 2.0},
+         {"task_mode": "simpo", "preference.beta": 2.0, "preference.gamma": 0.7}),
+        ("trl-bare", {}, {"task_mode": None, "preference.beta": None, "preference.gamma": None, "grpo.beta": None}),
         ("trl-dpo", {"loss_type": "kto", "desirable_weight": 1.5},
          {"task_mode": "kto", "preference.desirable_weight": 1.5}),
         ("trl-reward", {}, {"task_mode": "reward_model", "reward_model.center": 0.01, "train.learning_rate": 1e-4}),
@@ -256,6 +295,27 @@ def test_preferences_and_reward_models_become_the_tasks_here(case, changes, expe
     assert {key: written.get(key) for key in expected} == expected
     unanswered = {key: answers[key]["why"] for key in changes if answers[key]["verdict"] == "not_offered"}
     assert unanswered == {}
+
+
+@pytest.mark.parametrize(("case", "changes"), [
+    ("axolotl-dpo", {"rl": "simpo"}), ("swift-dpo", {"rlhf_type": "simpo"}), ("trl-dpo", {"loss_type": "simpo"}),
+])  # fmt: skip
+def test_the_likelihood_of_chosen_answers_that_simpo_has_there_is_said(case, changes, tmp_path):
+    # TRL's CPOTrainer, by which all three train simpo: loss + cpo_alpha x the loss of chosen answers, 1.0 by default
+    _, _, made = imported(tmp_path, case, **changes)
+    assert "# - default of cpo_alpha: 1.0" in made.text
+    _, answers, made = imported(tmp_path, case, **changes, cpo_alpha=0)
+    assert answers["cpo_alpha"]["verdict"] == "no_effect"
+    assert "# - cpo_alpha" not in made.text
+    _, _, made = imported(tmp_path, case)
+    assert "cpo_alpha" not in made.text
+
+
+def test_a_loss_of_trls_fine_tuning_that_is_not_offered_makes_no_run_of_pairs(tmp_path):
+    written, answers, made = imported(tmp_path, "trl-bare", loss_type="dft")
+    assert {"task_mode", "preference.loss"}.isdisjoint(written)
+    assert (answers["loss_type"]["verdict"], answers["loss_type"]["became"]) == ("not_offered", None)
+    assert "# - loss_type: dft" in made.text
 
 
 def test_a_loss_of_pairs_that_is_not_offered_is_said_and_the_nearest_is_written(tmp_path):

@@ -442,8 +442,9 @@ def test_rows_of_a_file_are_asked(run: Finished, tmp_path: Path):
     ids=str,
 )
 def test_what_cannot_be_held_against_a_run_is_refused(run: Finished, words: list[str], code: int, what: str):
+    name, output_dir = run.folder.path.name, f"output_dir={run.folder.path.parent}"
     with redirect_stdout(io.StringIO()) as out:
-        assert cli.main(["parity", "--run", str(run.folder.path), *words, "--json"]) == code
+        assert cli.main(["parity", "--run", name, output_dir, *words, "--json"]) == code
     assert what in json.loads(out.getvalue())["error"]["what"]
 
 

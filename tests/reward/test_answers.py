@@ -46,7 +46,8 @@ CHEATS = {
         BLOCK + " done", "```python\ndef f(x): return x", "```java\nint f;\n```", "<think>" + BLOCK + "</think>",
         "~~~python\nx\n```",
     ],
-    "boxed": ["", "42", "\\boxed{}", "\\boxed{1} \\boxed{2}", "\\boxed{1}\nand more", "\\boxed{42"],
+    "boxed": ["", "42", "\\boxed{}", "\\boxed{1} \\boxed{2}", "\\boxed{1}\nand more", "\\boxed{42",
+              "\\boxed{ }", "\\boxed{\\frac{1}{2}"],
     "answer_tag": [
         "", "42", "<answer></answer>", "<answer>1</answer><answer>2</answer>", "42</answer>",
         "<answer>42</answer> or 43", "</answer>42<answer>", "<ANSWER>42</ANSWER>",

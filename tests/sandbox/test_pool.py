@@ -97,7 +97,7 @@ def test_the_verb_answers_each_line_with_a_line(tmp_path, sftplay):
     (tmp_path / "jobs.jsonl").write_text('{"code": ""}\n{"code": "", "test": []}')
     done = sftplay("sandbox", "--in", tmp_path / "jobs.jsonl")
     assert done.returncode == 4
-    assert "line 2, test: is no key of a job" in done.stderr
+    assert f"{tmp_path / 'jobs.jsonl'}:2, test: is no key of a job" in done.stderr
     assert "did you mean" in done.stderr or "there are code, tests" in done.stderr
 
 

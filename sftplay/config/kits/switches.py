@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from sftplay.config.kits.table import (
     write_precision,
 )
 from sftplay.config.resolved import flow
+from sftplay.places import find_python
 
 
 def convert_either(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -54,6 +54,8 @@ def follow_value(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
         return Answer("no_effect", None, f"{rule['first']} decides")
     choices = {there if str(there)[:1] == "[" else flow(there): here for there, here in rule.get("values", {}).items()}
     shown = flow(leaf.value)
+    if shown not in choices and isinstance(leaf.value, float) and leaf.value.is_integer():
+        shown = flow(int(leaf.value))  # a table cannot have both 1 and 1.0
     if shown in choices:
         here = choices[shown]
         if here is None:
@@ -103,9 +105,11 @@ def convert_pairs(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_pair_loss(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The loss of pairs, by its name or in a list. Some losses are kinds of training here; with `mode` the loss alone
-    says which. `values`: losses that are none of pairs."""
+    says which. `values`: losses that are none of pairs, each with null or why it is not offered."""
     losses = [str(loss) for loss in (leaf.value if isinstance(leaf.value, list) else [leaf.value])]
     if not losses or losses[0] in rule.get("values", ()):
+        if said := rule["values"][losses[0]] if losses else "":
+            return Answer("not_offered", None, said)
         return Answer("translated", "task_mode", rule.get("why", ""))
     kinds = {"ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
     mode = kinds.get(losses[0], "dpo")
@@ -130,8 +134,10 @@ def convert_vllm(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     kind = "vllm_server" if names.get("server") and foreign.is_on(names["server"]) else "vllm_colocate"
     if not foreign.is_on(names["uses"]):
         return Answer("no_effect", None, "the model itself samples")
-    if find_spec("vllm") is None:
-        said = f"vLLM is not installed here, so the model itself samples: install it, and write grpo.generation: {kind}"
+    if find_python() is None:
+        said = (
+            f"vLLM is not installed here, so the model itself samples: make install-vllm, then grpo.generation: {kind}"
+        )
         return Answer("not_offered" if to == "grpo.generation" else "no_effect", None, said)
     if to == "grpo.generation":
         return write(to, kind)
