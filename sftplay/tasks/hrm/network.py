@@ -411,7 +411,8 @@ class PuzzleModel(nn.Module):
         `inputs` are int [batch, cells]; `puzzle_rows` the embeddings of the puzzles [batch, puzzle_emb_dim].
         """
         width = self.hrm.hidden_size
-        embedded = self.tokens[inputs].to(self.dtype)
+        # Its gradient is a sum in one order; that of `tokens[inputs]` depends on how threads take turns.
+        embedded = nn.functional.embedding(inputs, self.tokens).to(self.dtype)
         if self.prefix and puzzle_rows is not None:
             padding = self.prefix * width - puzzle_rows.shape[-1]
             rows = nn.functional.pad(puzzle_rows.to(self.dtype), (0, padding))

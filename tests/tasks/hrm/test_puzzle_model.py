@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,20 @@ def test_a_prefix_that_cannot_hold_the_embedding_is_refused(dim: int, fix: str):
     text = {"task_mode": "hrm", "model": {"name": "builtin:hrm"}, "tuning": {"mode": "full"}, "hrm": hrm}
     (violation,) = SPEC.broken_rules(RunConfig.model_validate(text))
     assert (violation.keys[0], violation.fix) == ("hrm.puzzle_emb_len", fix)
+
+
+def test_a_segment_has_the_same_gradients_however_its_threads_take_turns(request: pytest.FixtureRequest):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(2)
+    grid, found = Grid(vocab_size=11, cells=81, identifiers=3), set[bytes]()
+    model = PuzzleModel(HrmConfig(**{**SMALL, "hidden_size": 64}), grid)
+    inputs = torch.randint(0, 11, (64, 81), generator=torch.Generator().manual_seed(5))
+    for _ in range(12):
+        model.zero_grad()
+        model(model.start(len(inputs)), inputs, puzzle_rows=torch.zeros(64, 64))[1].logits.square().sum().backward()
+        weights = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        found.add(torch.cat([each.flatten() for each in weights]).numpy().tobytes())
+    assert len(found) == 1
 
 
 def test_what_is_drawn_at_the_start_has_the_standard_deviations_of_the_paper_within_two_percent():
