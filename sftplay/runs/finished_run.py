@@ -111,7 +111,7 @@ def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
     template: str | None = tokenizer.chat_template
     trained = folder.read_json("manifest.json").get("template_sha256")
     stored = template_hash(template or "")
-    if trained is not None and trained != stored:
+    if trained not in (None, stored, template_hash("")):  # of a run that learned plain text the template is the base's
         log.say(f"warning: the chat template in {folder.result} is not the one this run was trained with:", "use")
         log.say(f"its sha256 is {stored}, the run's was {trained}; it is used as it stands", "use")
     return template
