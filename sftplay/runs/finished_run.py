@@ -72,7 +72,7 @@ def open_run(
     unset = {key: value for key, value in (values or {}).items() if given.origins.get(key) != "command line"}
     given = given.with_values(unset, args.verb)
     wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}
-    if given.data.val_path != cfg.data.val_path:
+    if given.data.val_path is not None:  # without one the run keeps its own held-out rows, not a share of the others
         wanted["data.val_path"] = given.data.val_path
     return folder.at_base_commit(cfg).with_values(wanted, "command line"), folder
 

@@ -148,7 +148,8 @@ def _refuse_changes(stored: RunConfig, cfg: RunConfig, *, folder: RunFolder) -> 
     other = "train under a new run_name" if folder.has_made_step else "`make train`: this start made no step"
     problems = [
         ConfigError(
-            f"{key} was {_print(before)} when the run began and is {_print(after)} now; the result would be neither run's",
+            f"{key} was {_print(before)} when the run began and is {_print(after)} now; the result would be neither"
+            " run's",
             where=f"{cfg.origins.get(key, str(folder.resolved))} {key}",
             fix=f"restore it, or {other}",
         )
