@@ -128,14 +128,17 @@ def _measure_pairs(cfg: RunConfig, folder: RunFolder, **named: Any) -> tuple[dic
     return measured
 
 
+NAME_ROWS = "name rows that were not trained on: ARGS=data.val_path=FILE (data.split holds out more in a new run only)"
+
+
 def _expect_held_out(rows: Any) -> None:
     if not rows:
-        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
+        raise DataError("no held-out rows to measure on", where="data.val_path", fix=NAME_ROWS)
 
 
 def _load_data(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
     from sftplay.data.load_prompts import load_held_out_prompts, load_prompts
-    from sftplay.data.pipeline import load_examples, load_held_out
+    from sftplay.data.pipeline import load_examples, load_held_out, refuse_trained_rows
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
@@ -145,10 +148,12 @@ def _load_data(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
         from sftplay.environments.processes import EnvironmentSpec, describe_tools
 
         named["tools"] = describe_tools(EnvironmentSpec.from_config(cfg))
+    checked = folder.read_json("data_report.json").get("files")
     if split == "test":
+        if not cfg.task.learns_from_rewards:
+            refuse_trained_rows(cfg, str(cfg.data.test_path), files=checked or {})
         load = load_held_out_prompts if cfg.task.learns_from_rewards else load_held_out
         return load(cfg, tokenizer, path=str(cfg.data.test_path), **named)
     if cfg.task.learns_from_rewards:
         return load_prompts(cfg, tokenizer, **named)
-    checked = folder.read_json("data_report.json").get("files")
     return load_examples(cfg, tokenizer, renderer_template=template, checked=checked)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from datasets import Dataset
 
+from sftplay import log
 from sftplay.config.data import DataConfig, held_out_share
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, is_sound, kept_digest, note_lengths
@@ -25,9 +26,9 @@ from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
 from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.render.templates import resolve_template
-from sftplay.data.row_outcomes import SIDES, Side, where_rows_went
+from sftplay.data.row_outcomes import SIDES, Keys, Side, compute_keys, is_held_out, where_rows_went
 from sftplay.data.tokenize import CHATS, REFUSED, REPORT, Input, Preparation, RowFiles
-from sftplay.errors import DataError
+from sftplay.errors import DataError, SftplayError
 
 CODE_VERSION = 5
 """To be raised when `sftplay.data` turns the same rows into other tokens; older caches are then not used."""
@@ -83,6 +84,11 @@ def load_examples(
     elif report["files"] != checked:
         what = f"no row is left to train on: {where_rows_went(train or report, refused_rows=report['refused_rows'])}"
         fix = "raise model.max_seq_len if rows were cut, lower data.split, or correct the refused rows"
+        if not train and not cfg.data.val_path and examples.held_out:
+            what, fix = (
+                f"{what}, all held out",
+                "write data.split: 0, or give held-out rows of your own as data.val_path",
+            )
         raise DataError(what, where=cfg.rows_path, fix=fix)
     if train and train["lost_to_cut_share"] > 0.5 and "data.too_long" not in cfg.origins:
         raise DataError(
@@ -103,6 +109,45 @@ def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_templat
         found = part.load_examples(cfg, tokenizer, renderer_template=renderer_template, held_out_path=path)
         return cast("Examples", found)
     return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)])
+
+
+def refuse_trained_rows(cfg: RunConfig, path: str, *, files: Mapping[str, str]) -> None:
+    """Raise DataError where a row of `path` was trained on, by the content in its normal form.
+
+    `files` are those of the report of the run: the gate of its training has compared the rows of all of them.
+    """
+    data, rows_path = cfg.data, cfg.rows_path
+    if files.get(path) == kept_digest(path, data.processed_dir):
+        return
+    try:
+        is_as_trained = files.get(rows_path) == kept_digest(rows_path, data.processed_dir)
+    except SftplayError:  # the rows are elsewhere
+        is_as_trained = False
+    if not is_as_trained:
+        log.say(f"note: {rows_path} is not what it was in training, so no row of {path} is compared with it", "eval")
+        return
+    dropped = data.val_path if data.contamination == "drop" else None
+    not_trained = {keys.normal for _, keys in _read_keys(dropped, data)} if dropped else set()
+    tested = {keys.normal: source for source, keys in _read_keys(path, data) if keys.normal not in not_trained}
+    share = 0.0 if data.val_path else held_out_share(cfg)
+    trained = [
+        f"{source} is held out as well, at {tested[keys.normal]}"
+        for source, keys in _read_keys(rows_path, data)
+        if keys.normal in tested and not is_held_out(keys, share)
+    ]
+    if trained:
+        shown = "\n  ".join(trained[:5]) + (f"\n  and {len(trained) - 5:,} more" if len(trained) > 5 else "")
+        fix = "take them out of the test file: figures on rows that were trained on say nothing"
+        raise DataError(f"{len(trained):,} of its rows were trained on\n  {shown}", where=path, fix=fix)
+
+
+def _read_keys(path: str, data: DataConfig) -> Iterator[tuple[Source, Keys]]:
+    """Yield the place and the keys of each row that can be read."""
+    reading = read_layout_options(data)
+    for source, row in read_rows(path, read_dialect(data)):
+        if not isinstance(row, Refused):
+            with suppress(DataError):
+                yield source, compute_keys(to_record(row, source, reading=reading))
 
 
 def find_inputs(cfg: RunConfig) -> tuple[list[Input], list[Input]]:

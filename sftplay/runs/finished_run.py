@@ -73,7 +73,7 @@ def open_run(
     unset = {key: value for key, value in (values or {}).items() if given.origins.get(key) != "command line"}
     given = given.with_values(unset, args.verb)
     wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}
-    if given.data.val_path != cfg.data.val_path:
+    if given.data.val_path is not None:  # without one the run keeps its own held-out rows, not a share of the others
         wanted["data.val_path"] = given.data.val_path
     return folder.at_base_commit(cfg).with_values(wanted, "command line"), folder
 
@@ -112,7 +112,7 @@ def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
     template: str | None = tokenizer.chat_template
     trained = folder.read_json("manifest.json").get("template_sha256")
     stored = template_hash(template or "")
-    if trained is not None and trained != stored:
+    if trained not in (None, stored, template_hash("")):  # of a run that learned plain text the template is the base's
         log.say(f"warning: the chat template in {folder.result} is not the one this run was trained with:", "use")
         log.say(f"its sha256 is {stored}, the run's was {trained}; it is used as it stands", "use")
     return template

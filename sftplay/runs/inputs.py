@@ -273,12 +273,13 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         from sftplay.data.layouts import select_data_config
 
         data = select_data_config(cfg, kind)
-    refused, fixes = list[str](), list[str]()
+    refused, fixes, n_damaged = list[str](), list[str](), 0
     for source, row in islice(read_rows(path, read_dialect(data)), 32):
         n_rows += 1
         try:
             if isinstance(row, Refused):
                 refused.append(f"{source} {row.reason}")
+                n_damaged += 1
             elif part := cfg.task.part("rows"):
                 part.read_record(row, source, cfg=cfg)
                 return
@@ -302,7 +303,9 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     count = "its only row cannot" if n_rows == 1 else f"none of its first {n_rows} rows can"
     reasons = "".join(f"\n  {reason}" for reason in refused[:5])
     fix = "name its layout with data.format and its columns with data.columns, or another file"
-    if cfg.task.part("rows"):  # a task that reads its own rows knows no layouts by name
+    if n_damaged == n_rows:  # they are no rows in any layout
+        fix = "mend what each line names, or name another file"
+    elif cfg.task.part("rows"):  # a task that reads its own rows knows no layouts by name
         fix = "; ".join(dict.fromkeys(filter(None, fixes))) or "name another file"
     elif kind == "cpt":
         fix = "name the column of the text, data.columns: {text: NAME}; chats take task_mode cpt_mixed and type: chat"

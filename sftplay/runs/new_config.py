@@ -68,7 +68,8 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: 
         values.set(key, path, why=f"by its name in {data}")
     if "task_mode" not in values.given and (found := find_task(values.cfg)):
         values.set("task_mode", found[0], why=found[1])
-        values.set("train.epochs", 1.0, why="answers are learned by heart soon")
+        if values.cfg.train.max_steps is None:
+            values.set("train.epochs", 1.0, why="answers are learned by heart soon")
     survey = survey_rows(values.cfg)
     n_rows = len(survey.records)
     values.set("data.train_path", sides.get("data.train_path", data), why=f"layout {' and '.join(survey.layouts)}")
@@ -243,12 +244,18 @@ def find_task(cfg: RunConfig) -> tuple[str, str] | None:
         for task, names in TASK_COLUMNS.items()
         if all(row.get(name) is not None for name in names)
     )
+    labels = [str(row.get("label")).strip().lower() for row in rows if not isinstance(row, Refused)]
+    if 10 * sum(label not in VERDICTS for label in labels) > len(rows):  # classes, not verdicts
+        del columns["kto"]
     task, count = columns.most_common(1)[0] if columns else ("", 0)
     return (task, f"rows have {listed(TASK_COLUMNS[task])}; see docs/preferences.md") if 2 * count > len(rows) else None
 
 
 TASK_COLUMNS = {"dpo": ("chosen", "rejected"), "kto": ("prompt", "completion", "label")}
 """Task -> columns by which its rows are known."""
+
+VERDICTS = ("true", "false", "1", "0", "1.0", "0.0", "nan", "none")
+"""What stands in a column of verdicts, or in one of its gaps."""
 
 
 def survey_rows(cfg: RunConfig) -> Survey:
@@ -275,6 +282,8 @@ def survey_rows(cfg: RunConfig) -> Survey:
         reasons = "".join(f"\n  {reason}" for reason in refused[:3])
         what = f"{len(refused):,} of its first {len(surveyed):,} rows cannot be read{reasons}"
         fix = "name its layout with data.format=..., its columns with data.columns.question=... or the like"
+        if 2 * len(objects) < len(surveyed):  # they are no rows in any layout
+            fix = "mend what each line names"
         raise DataError(what, where=path, fix=fix)
     return Survey(
         layouts=tuple(layout for layout, _ in layouts.most_common()), columns=columns, records=records,
@@ -294,8 +303,8 @@ def _guess_columns(rows: Sequence[Mapping[str, Any]], path: str) -> dict[str, st
     text = next((name for name in TEXTS if name in texts), None)
     if text and not question and not answer:
         return {"text": text}
-    names = list(dict.fromkeys(name for row in rows[:SURVEYED_ROWS] for name in row))
-    example = sorted(texts) if len(texts) == 2 else ["ASKED", "ANSWERED"]
+    names = list(dict.fromkeys(name for row in rows[:SURVEYED_ROWS] for name in row))  # in the order of the file
+    example = [name for name in names if name in texts] if len(texts) == 2 else ["ASKED", "ANSWERED"]
     fix = f"say which is which: data.columns.question={example[0]} data.columns.answer={example[1]}"
     raise DataError(f"no layout is known for its columns {listed(names)}", where=path, fix=fix)
 

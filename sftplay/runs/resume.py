@@ -13,7 +13,7 @@ from sftplay.atomic import write_text
 from sftplay.config.keys import DRAWN, SIZES, differences, values_that_decide_weights
 from sftplay.config.layers import RESOLVED
 from sftplay.config.load import load_config
-from sftplay.config.resolved import dump_resolved
+from sftplay.config.resolved import dump_resolved, flow
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.checkpoints import list_checkpoints, read_marker
@@ -140,11 +140,16 @@ def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, An
     return differences(values_that_decide_weights(before), values_that_decide_weights(after))
 
 
+def _print(value: Any) -> str:
+    return flow(value) if value is None or isinstance(value, bool) else repr(value)
+
+
 def _refuse_changes(stored: RunConfig, cfg: RunConfig, *, folder: RunFolder) -> None:
     other = "train under a new run_name" if folder.has_made_step else "`make train`: this start made no step"
     problems = [
         ConfigError(
-            f"{key} was {before!r} when the run began and is {after!r} now; the result would be neither run's",
+            f"{key} was {_print(before)} when the run began and is {_print(after)} now; the result would be neither"
+            " run's",
             where=f"{cfg.origins.get(key, str(folder.resolved))} {key}",
             fix=f"restore it, or {other}",
         )

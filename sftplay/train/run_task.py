@@ -228,3 +228,5 @@ def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> 
     )
     if steps < 50:  # such a run hardly leaves its warm-up
         log.say(f"note: {steps} steps in all are few to learn from; more epochs, or a smaller effective batch")
+    if steps == 1 and cfg.train.warmup_ratio and not cfg.train.min_lr_ratio and cfg.train.lr_scheduler != "constant":
+        log.say("warning: the only step is warm-up at rate 0 and changes nothing; train.warmup_ratio: 0 lets it learn")

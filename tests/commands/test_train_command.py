@@ -157,10 +157,12 @@ def test_run_without_a_step_is_begun_anew_by_train_with_resume_auto_even_after_t
 ):  # fmt: skip
     refusing += [{"state": "failed", "exit_code": 5}, {"state": "done", "exit_code": 0}]
     assert main(["train", "--config", str(write_config())]) == 5
-    config = write_config(seed=7, train__resume="auto")
+    config = write_config(seed=7, train__resume="auto", train__neftune_alpha=5)
     capsys.readouterr()
     assert main(["resume", "--config", str(config)]) == 2
-    assert "restore it, or `make train`: this start made no step" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "restore it, or `make train`: this start made no step" in said
+    assert "train.neftune_alpha was null when the run began and is 5.0 now" in said  # as the file writes it
     assert main(["train", "--config", str(config)]) == 0
     assert load_config(tmp_path / "outputs" / "run" / "config.resolved.yaml").seed == 7
 

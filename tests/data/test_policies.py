@@ -78,6 +78,9 @@ def test_row_whose_answer_is_cut_away_ends_the_run_unless_bad_rows_are_skipped_a
     assert report["dropped"] == {"no_trainable_token_after_cut": 1}
     with pytest.raises(DataError, match="no row is left to train on: 1 read, 1 no trainable token after cut"):
         load_examples(config(write_rows([row("boat " * 400, "no")]), split=0, on_bad_row="skip"), tokenizer)
+    with pytest.raises(DataError, match="no row is left to train on: 1 read, all held out") as refusal:
+        load_examples(config(write_rows([row("One?")], "one.jsonl"), split=0.99), tokenizer)
+    assert refusal.value.fix.startswith("write data.split: 0, or")
     with pytest.raises(DataError, match="no row is left to train on: 0 read"):
         load_examples(config(write_rows([], "empty.jsonl")), tokenizer)
 

@@ -233,6 +233,29 @@ def test_eval_of_test_rows_that_are_not_named_is_refused(
     assert "there is no test set" in capsys.readouterr().err
 
 
+def test_rows_that_were_trained_on_are_no_test_rows(
+    run: Finished, config: Path, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "test.jsonl"
+    path.write_text("".join(line + "\n" for line in inputs.train.read_text().splitlines()[2:4]))
+    words = ["eval-test", "--config", str(config), f"data.test_path={path}", "eval.limit=1"]
+    assert cli.main(words) == 4
+    said = capsys.readouterr().err
+    assert said.startswith(f"{path}: 2 of its rows were trained on")
+    assert f"{inputs.train}:3 is held out as well, at {path}:1" in said
+    path.write_text('{"prompt": "a stone nobody has seen", "completion": "light"}\n')
+    assert cli.main(words) == 0
+
+
+def test_a_run_that_held_nothing_out_is_asked_for_rows_and_not_for_a_split_of_those_it_trained_on(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    train(tmp_path, inputs, data__val_path=None, data__split=0, train__max_steps=1)
+    assert cli.main(["eval", "--config", str(tmp_path / "run.yaml"), "data.split=0.5"]) == 4
+    said = capsys.readouterr().err
+    assert "data.val_path: no held-out rows to measure on\n  fix: name rows that were not trained on" in said
+
+
 @pytest.fixture
 def measure(run: Finished, config: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     """Runs an eval verb: what it tells as JSON."""
@@ -246,6 +269,8 @@ def measure(run: Finished, config: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_eval_test_measures_both_models_on_the_test_rows(run: Finished, measure: Any, inputs: Inputs):
+    n_held_out = read(run, "after")["n"]
+    assert measure("eval", "data.val_path=null")["after"]["n"] == n_held_out  # and no share of what was trained on
     result = measure("eval-test")
     assert result == {"before": read(run, "test-before"), "after": read(run, "test-after")}
     rows = [json.loads(line) for line in (run.folder.eval / "test-after.jsonl").read_text().splitlines()]

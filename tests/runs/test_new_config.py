@@ -63,6 +63,8 @@ def test_layout_and_columns_of_real_data_sets_are_found(name):
           "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}]}, "dpo"),
         ({"prompt": "a", "completion": "b", "label": True}, "kto"),
         ({"prompt": "a", "completion": "b"}, "sft"),
+        ({"prompt": "a", "completion": "b", "label": 2}, "sft"),
+        ({"prompt": "a", "completion": "b", "label": "spam"}, "sft"),
     ],
 )  # fmt: skip
 def test_rows_of_pairs_and_of_verdicts_get_their_task(row, task, tmp_path, capsys):
@@ -80,7 +82,39 @@ def test_columns_that_no_name_tells_apart_are_asked_for(tmp_path, capsys):
     path = write_rows(tmp_path / "rows.jsonl", [{"links": "a", "rechts": "b"}] * 3)
     assert main(["init", str(path), str(tmp_path / "run.yaml")]) == 4
     assert "data.columns.question=links data.columns.answer=rechts" in capsys.readouterr().err
+    write_rows(path, [{"Frage": "a", "Antwort": "b"}] * 3)  # a file usually has the question first
+    assert main(["init", str(path), str(tmp_path / "run.yaml")]) == 4
+    assert "data.columns.question=Frage data.columns.answer=Antwort" in capsys.readouterr().err
     assert not (tmp_path / "run.yaml").exists()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("question,answer\nWie heißt die größte Stadt?,Köln\n".encode("cp1252"), "set data.encoding: cp1252"),
+        (b"question,answer\na\nb,c,d\n", "has 1 columns"),
+    ],
+)
+def test_rows_that_are_damaged_are_answered_with_their_own_remedy_and_not_with_layouts(content, said, tmp_path, capsys):
+    path, out = tmp_path / "rows.csv", tmp_path / "run.yaml"
+    path.write_bytes(content)
+    out.write_text(f"model: {{name: '{TOY}'}}\ndata: {{train_path: {path}}}\n")
+    for words in (["init", str(path), str(tmp_path / "new.yaml")], ["validate", "--config", str(out)]):
+        assert main(words) == 4
+        shown = capsys.readouterr().err
+        assert said in shown
+        assert "fix: mend what each line names" in shown
+        assert "data.columns" not in shown
+
+
+@pytest.mark.contract
+def test_a_config_of_pairs_has_no_epochs_next_to_the_steps_that_were_asked_for(tmp_path, capsys):
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}", "chosen": "b", "rejected": "c"} for n in range(40)])
+    out = tmp_path / "run.yaml"
+    assert main(["init", str(path), str(out), f"model.name={TOY}", "train.max_steps=3"]) == 0
+    assert "epochs" not in out.read_text()
+    assert load_config(out).train.max_steps == 3
 
 
 @pytest.mark.contract

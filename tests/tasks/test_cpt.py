@@ -18,9 +18,11 @@ from unittest.mock import patch
 import pytest
 from in_process import Finished, Inputs, StopAfter, assert_same_course, new_run, train, train_in
 from small_run import write_small_run
+from transformers import AutoTokenizer
 
 from sftplay.data.mixture.mixture import Mixture, source_and_block
 from sftplay.launch.checkpoints import read_marker
+from sftplay.runs.finished_run import stored_template
 from sftplay.train.exact_batch import ExactBatchMixin
 
 WORDS = ["river", "stone", "lamp", "garden", "winter", "bread", "music", "copper"]
@@ -133,7 +135,9 @@ def test_a_resumed_run_goes_on_with_the_next_block_and_reads_none_before_it(
     assert set(read) - {0} == set(range(24, 48))  # the first row is shown in samples/
 
 
-def test_one_source_of_documents_trains_by_train_path_alone(inputs: Inputs, mixture: dict[str, Any], tmp_path: Path):
+def test_one_source_of_documents_trains_by_train_path_alone(
+    inputs: Inputs, mixture: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     changes = {
         **mixture, "task_mode": "dapt", "datasets": [], "data__train_path": mixture["datasets"][0]["path"],
         "train__max_steps": None, "train__epochs": 1.0, "train__best_metric": "loss",
@@ -147,6 +151,9 @@ def test_one_source_of_documents_trains_by_train_path_alone(inputs: Inputs, mixt
     assert run.trainer.state.best_metric == pytest.approx(
         min(json.loads(path.read_text())["loss"] for path in run.folder.eval.glob("step-*.json"))
     )
+    capsys.readouterr()
+    assert stored_template(AutoTokenizer.from_pretrained(run.folder.result), run.folder)
+    assert capsys.readouterr().out == ""  # documents are learned without a template, so it is the base's
 
 
 @pytest.mark.slow

@@ -229,11 +229,15 @@ def test_wish_for_held_out_rows_where_none_were_held_out_is_refused(
         train(tmp_path, inputs, data__train_path=str(few), data__val_path=None, data__split=1e-9, **wish)
 
 
-def test_result_of_an_earlier_attempt_is_replaced_whole(inputs: Inputs, tmp_path: Path):
+def test_result_of_an_earlier_attempt_is_replaced_whole(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     stale = tmp_path / "outputs" / "run" / "adapter"
     stale.mkdir(parents=True)
     (stale / "stale.bin").write_text("old")
     (stale.parent / ".adapter.part").mkdir()
-    run = train(tmp_path, inputs, train__max_steps=1)
+    run = train(tmp_path, inputs, train__max_steps=1, train__warmup_ratio=0.03)
     assert not (stale / "stale.bin").exists()
     assert sorted(p.name for p in run.folder.path.glob(".adapter*")) == []
+    assert run.metrics[-1]["learning_rate"] == 0
+    assert "the only step is warm-up at rate 0 and changes nothing" in capsys.readouterr().out

@@ -142,7 +142,10 @@ def load_measured(cfg: RunConfig, tokenizer: Any, *, template: str | None, split
     path = str(cfg.data.test_path) if split == "test" else None
     pairs = load(cfg, tokenizer, renderer_template=template, held_out_path=path)
     if pairs.held_out is None:
-        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
+        fix = (
+            "name pairs that were not trained on: ARGS=data.val_path=FILE (data.split holds out more in a new run only)"
+        )
+        raise DataError("no held-out rows to measure on", where="data.val_path", fix=fix)
     return pairs
 
 
