@@ -97,7 +97,8 @@ def test_what_has_changed_since_a_checkpoint_is_named_and_nothing_is_trained(inp
     whole = rows.read_text()
     rows.write_text(whole.replace("river", "rover", 1))
     with pytest.raises(
-        DataError, match=r"rows\.jsonl has changed \(content [0-9a-f]{12} then, [0-9a-f]{12} now\); training rows: finger"
+        DataError,
+        match=r"rows\.jsonl has changed \(content [0-9a-f]{12} then, [0-9a-f]{12} now\); training rows: finger",
     ):
         train_in(cfg, folder)
     rows.write_text(whole.rsplit("\n", 2)[0] + "\n")
