@@ -166,6 +166,9 @@ def _check_paths(args: Namespace) -> Path:
     out = Path(args.out)
     if out.is_dir():
         raise ConfigError("is a folder", where=args.out, fix="name a file with OUT=")
+    if out.suffix.lower() in (".csv", ".tsv", ".parquet", ".xlsx"):
+        fix = f"name a file of such lines: OUT={out.with_suffix('.jsonl')}"
+        raise ConfigError("is to hold lines of JSON, which its name denies", where=args.out, fix=fix)
     if out.exists() and Path(args.input).exists() and out.samefile(args.input):
         raise ConfigError("is the file with the rows themselves", where=args.out, fix="name another file with OUT=")
     if args.temperature == 0:

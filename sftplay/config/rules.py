@@ -289,15 +289,19 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+TAKEN_NAMES = {
+    "latest": "always points at the newest run", ".set-aside": "keeps starts that made no step", "sweeps": "keeps sweeps",
+}  # fmt: skip
+"""What else stands in an output_dir, and what for."""
+
+
 def _texts(cfg: RunConfig) -> Iterator[Problem]:
     name = cfg.run_name if cfg.run_name and _is_unicode(cfg.run_name) else None
     if name is not None and (name in (".", "..") or "/" in name or "\\" in name or not name.isprintable()):
         what = f"{name!r} is a path, not a name of a folder" if name.isprintable() else f"{name!r} is no folder's name"
         yield Problem(("run_name",), what, fix="write a plain name; output_dir says where run folders go")
-    if name == "latest":
-        yield Problem(("run_name",), "'latest' always points at the newest run", fix="choose another name")
-    if name == ".set-aside":
-        yield Problem(("run_name",), "'.set-aside' keeps starts that made no step", fix="choose another name")
+    if name in TAKEN_NAMES:
+        yield Problem(("run_name",), f"{name!r} {TAKEN_NAMES[name]}", fix="choose another name")
     for key, field in keys_in(cfg):
         value = cfg.get_value(key)
         if isinstance(value, str) and not value.strip() and key != "data.delimiter":

@@ -69,6 +69,7 @@ REFUSED = {
     ),
     "run_name: a/b": ("run_name", "'a/b' is a path, not a name of a folder", "output_dir"),
     "run_name: .set-aside": ("run_name", "'.set-aside' keeps starts", "choose another name"),
+    "run_name: sweeps": ("run_name", "'sweeps' keeps sweeps", "choose another name"),
     "run_name: ''": ("run_name", "is empty", "leave the key out"),
     'run_name: "a\\nb"': ("run_name", "is no folder's name", "plain name"),
     "run_name: None": ("run_name", "'None' is a word in YAML, not nothing", "write null"),

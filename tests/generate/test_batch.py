@@ -301,6 +301,7 @@ def test_a_row_too_long_for_the_model_is_refused_by_its_place_before_any_is_answ
     [
         ("in.jsonl", [], "is the file with the rows themselves"),
         ("", [], "is a folder"),
+        ("out.csv", [], "is to hold lines of JSON"),
         ("in.jsonl/out.jsonl", [], "cannot be written"),
         ("out.jsonl", ["--top-p", "0.5"], "has no effect: at temperature 0"),
         ("out.jsonl", ["--seed", "0"], "has no effect: at temperature 0"),
