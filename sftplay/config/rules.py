@@ -290,8 +290,10 @@ def _is_unicode(text: str) -> bool:
 
 
 TAKEN_NAMES = {
-    "latest": "always points at the newest run", ".set-aside": "keeps starts that made no step", "sweeps": "keeps sweeps",
-}  # fmt: skip
+    "latest": "always points at the newest run",
+    ".set-aside": "keeps starts that made no step",
+    "sweeps": "keeps sweeps",
+}
 """What else stands in an output_dir, and what for."""
 
 
