@@ -137,7 +137,7 @@ class Texts:
         return " ".join(map(str, ids))
 
     def batch_decode(self, rows: Any, **_: Any) -> list[str]:
-        return [self.decode([token for token in row.tolist() if token]) for row in rows]
+        return [self.decode([token for token in row if token]) for row in rows]
 
     def __call__(self, text: str, **_: Any) -> Any:
         return {"input_ids": text.split()}

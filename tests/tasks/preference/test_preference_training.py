@@ -64,7 +64,10 @@ def test_twenty_steps_end_at_the_weights_of_a_plain_loop_in_float64(
         batch_loss(plain, window, {"task": task, **given}, before).backward()
         optimizer.step()
     assert float((trained_of(plain) - start).abs().max()) > 5 * RATE
-    assert float((trained_of(trainer.model) - trained_of(plain)).abs().max()) <= 1e-5
+    apart = (trained_of(trainer.model) - trained_of(plain)).abs()
+    assert float(apart.quantile(0.999)) <= 1e-6
+    # AdamW divides each gradient by its own size, so rounding moves a weight whose gradient is nearly 0.
+    assert float(apart.max()) <= RATE / 10
 
 
 def test_the_first_loss_is_ln_2_where_the_reference_is_the_start(starts: Any, tmp_path: Path):
