@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,7 +93,8 @@ def open_score_model(folder: Path) -> tuple[Any, Any]:
             base = str(kept if kept.is_dir() else named["base_model_name_or_path"])  # a run may have been moved
             commit = read_object(folder.parent / "manifest.json").get("base_commit")  # of a run on the hub's model
             revision = None if kept.is_dir() else commit or named.get("revision")
-            bare = AutoModelForSequenceClassification.from_pretrained(base, revision=revision, **options)
+            with quiet_transformers():  # the head is the adapter's
+                bare = AutoModelForSequenceClassification.from_pretrained(base, revision=revision, **options)
             model: Any = PeftModel.from_pretrained(bare, str(folder))
         else:
             model = AutoModelForSequenceClassification.from_pretrained(str(folder), **options)
@@ -103,6 +105,19 @@ def open_score_model(folder: Path) -> tuple[Any, Any]:
     if has_gpu:
         model.to(f"cuda:{log.local_rank()}")
     return model.eval(), tokenizer
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Within it transformers prints errors alone: not that weights are missing which come from elsewhere."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 class Scorer:

@@ -9,9 +9,9 @@ import torch
 from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
-from transformers.utils import logging as transformers_logging
 
 from sftplay.errors import ConfigError
+from sftplay.reward.model_reward import quiet_transformers
 
 CARRIED = (
     "hf_quantizer", "hf_device_map", "is_quantized", "is_loaded_in_4bit", "quantization_method", "is_4bit_serializable",
@@ -60,13 +60,8 @@ def to_score_model(model: Any, *, pad_token_id: int, seed: int) -> Any:
     name, base = type(model).__name__, model.base_model
     if type(config) not in classes:
         raise _refusal(f"transformers has no class that gives a score for a {name}")
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with torch.device("meta"):
-            scored = classes[type(config)]._from_config(config)
-    finally:
-        transformers_logging.set_verbosity(level)
+    with quiet_transformers(), torch.device("meta"):
+        scored = classes[type(config)]._from_config(config)
     head = next((head for head in SEQ_CLS_HEAD_NAMES if isinstance(getattr(scored, head, None), nn.Linear)), None)
     if head is None or type(scored.base_model) is not type(base) or getattr(scored, head).bias is not None:
         raise _refusal(f"{type(scored).__name__} is no {name} with one linear layer instead of its output head")
