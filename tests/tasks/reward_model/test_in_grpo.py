@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from argparse import Namespace
 from pathlib import Path
@@ -112,7 +113,10 @@ def test_what_it_pays_rises_in_a_grpo_run_and_not_where_other_rewards_are_learne
     assert max(unpaid[-3:]) < 0
 
 
-def test_make_eval_measures_a_finished_one_as_the_run_did(run, tmp_path, capfd):
+def test_make_eval_measures_a_finished_one_as_the_run_did(run, tmp_path, caplog, request):
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    request.addfinalizer(lambda: logger.removeHandler(caplog.handler))
     found = measure_finished(run.cfg, run.folder, split="val", limit=5, path=tmp_path / "after.json")
     kept = run.folder.read_json("eval/after.json")
     assert found["n"] == 12
@@ -120,7 +124,7 @@ def test_make_eval_measures_a_finished_one_as_the_run_did(run, tmp_path, capfd):
         assert found[key] == pytest.approx(kept[key], abs=1e-5)
     assert len((tmp_path / "after.jsonl").read_text().splitlines()) == 5
     assert "100" in figures_table(found)
-    assert "MISSING" not in capfd.readouterr().err  # the base of an adapter has no head of one score
+    assert "MISSING" not in caplog.text  # the base of an adapter has no head of one score
 
 
 def test_its_report_shows_the_calibration_and_pairs_with_their_scores(run):
