@@ -42,7 +42,8 @@ CPU_PROCESS_BYTES = 545 * 2**20
 make at import; 385 MiB of it are anonymous and 160 MiB touched pages of shared libraries. Measured as the peak of a
 whole run of a model of 0.2 MB (`benchmarks/cpu_memory.py --only process`; Linux x86-64, glibc, the lock's versions).
 
-Pages of the checkpoint's file are not planned: they are clean, so the kernel drops them before it refuses memory.
+Pages of the checkpoint's file are not planned: they are clean, so the kernel drops them before it refuses memory. On a
+kernel that maps files in larger pieces, 300 MiB of the libraries were resident instead of 160, which it drops as well.
 """
 
 MARGINS: dict[str, tuple[float, int]] = {

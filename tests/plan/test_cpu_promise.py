@@ -17,15 +17,17 @@ from sftplay.runs import inputs, start
 
 MIB = 2**20
 NEAR = 0.15
+LIBRARY_PAGES = 160 * MIB  # of CPU_PROCESS_BYTES
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name != "process"])
-def test_planned_peak_is_near_the_measured_resident_set(name: str, tmp_path: Path):
+def test_planned_peak_is_near_the_measured_memory_that_the_kernel_cannot_drop(name: str, tmp_path: Path):
+    """Pages of files are clean. How many of them are resident is the kernel's choice: of libraries 160 MiB or 300."""
     seen = measure(write_case(tmp_path, CASES[name]))
     assert seen.code == 0, seen.said
     assert seen.peak_rss_bytes > 1.5 * CPU_PROCESS_BYTES, "the process alone decides, which says nothing of the model"
-    assert seen.planned_bytes == pytest.approx(seen.peak_rss_bytes, rel=NEAR)
+    assert seen.planned_bytes - LIBRARY_PAGES == pytest.approx(seen.peak_anonymous_bytes, rel=NEAR)
 
 
 def test_a_run_of_which_not_even_one_row_fits_is_refused_with_what_would_fit(
