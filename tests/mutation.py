@@ -173,6 +173,7 @@ def tests_that_reach(faults: list[Fault], root: Path) -> tuple[list[list[str]], 
     value holds the tests that fail without a fault.
     """
     notes = root.parent / "reached"
+    notes.touch()
     (root / "sftplay" / "reached.py").write_text(REACHED.format(notes=str(notes)), encoding="utf-8")
     paths = {fault.path for fault in faults}
     for path in paths:
