@@ -28,6 +28,7 @@ def test_planned_peak_is_near_the_measured_memory_that_the_kernel_cannot_drop(na
     assert seen.code == 0, seen.said
     assert seen.peak_rss_bytes > 1.5 * CPU_PROCESS_BYTES, "the process alone decides, which says nothing of the model"
     assert seen.planned_bytes - LIBRARY_PAGES == pytest.approx(seen.peak_anonymous_bytes, rel=NEAR)
+    assert seen.planned_bytes <= (1 + NEAR) * seen.peak_rss_bytes
 
 
 def test_a_run_of_which_not_even_one_row_fits_is_refused_with_what_would_fit(

@@ -55,7 +55,8 @@ def config_of(task: str = "dpo", **preference: Any) -> RunConfig:
 
 def make_trainer(
     folder: Path, cfg: RunConfig, model: Any, rows: list[dict[str, Any]], *, micro_batch: int = 3, batch: int = 4,
-    steps: int = 1, accumulates: bool = False, head: str = "standard", before: Tensor | None = None, **step: Any,
+    steps: int = 1, accumulates: bool = False, head: str = "standard", before: Tensor | None = None,
+    epsilon: float = 1e-8, **step: Any,
 ) -> PreferenceTrainer:  # fmt: skip
     """A trainer over the rows in their order; `before` are the reference's sums."""
     arguments = TrainingArguments(
@@ -63,7 +64,7 @@ def make_trainer(
         gradient_accumulation_steps=batch // micro_batch if accumulates else 1, remove_unused_columns=False,
         use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=RATE, lr_scheduler_type="constant",
         train_sampling_strategy="sequential", save_strategy="no", logging_strategy="no", weight_decay=0.0,
-        max_grad_norm=0.0, average_tokens_across_devices=True,
+        max_grad_norm=0.0, average_tokens_across_devices=True, adam_epsilon=epsilon,
     )  # fmt: skip
     trainer = PreferenceTrainer(
         StepSetup(micro_batcher=None if accumulates else MicroBatcher(micro_batch), loss_head=head, **step),

@@ -29,6 +29,8 @@ CASES = [
 ]
 NAMES = [" ".join([task, *(f"{key}={value}" for key, value in given.items())]) for task, given in CASES]
 BATCH, ROWS = 4, 12
+EPSILON = 1e-5
+"""AdamW divides each gradient by its own size and this; else rounding moves a weight whose gradient is nearly 0."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,13 @@ def test_twenty_steps_end_at_the_weights_of_a_plain_loop_in_float64(
     with torch.no_grad():
         before = sums_of(plain, rows)
     trainer = make_trainer(
-        tmp_path, config_of(task, **given), copy.deepcopy(starts[lora]), rows, steps=20, before=before.float()
+        tmp_path,
+        config_of(task, **given),
+        copy.deepcopy(starts[lora]),
+        rows,
+        steps=20,
+        before=before.float(),
+        epsilon=EPSILON,
     )
     first, gradient = run_step(trainer, rows[:BATCH])
     expected = batch_loss(plain, rows[:BATCH], {"task": task, **given}, before)
@@ -56,7 +64,9 @@ def test_twenty_steps_end_at_the_weights_of_a_plain_loop_in_float64(
     assert float((gradient - wanted).norm() / wanted.norm()) <= 1e-5
     trainer.model.zero_grad()
     trainer.train()
-    optimizer = torch.optim.AdamW([w for w in plain.parameters() if w.requires_grad], lr=RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [w for w in plain.parameters() if w.requires_grad], lr=RATE, weight_decay=0.0, eps=EPSILON
+    )
     start = trained_of(plain)
     for step in range(20):
         optimizer.zero_grad()
@@ -66,8 +76,7 @@ def test_twenty_steps_end_at_the_weights_of_a_plain_loop_in_float64(
     assert float((trained_of(plain) - start).abs().max()) > 5 * RATE
     apart = (trained_of(trainer.model) - trained_of(plain)).abs()
     assert float(apart.quantile(0.999)) <= 1e-6
-    # AdamW divides each gradient by its own size, so rounding moves a weight whose gradient is nearly 0.
-    assert float(apart.max()) <= RATE / 10
+    assert float(apart.max()) <= 1e-5
 
 
 def test_the_first_loss_is_ln_2_where_the_reference_is_the_start(starts: Any, tmp_path: Path):
