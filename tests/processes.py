@@ -22,9 +22,11 @@ def wait_until(condition: Callable[[], Any], limit_s: float = HANG_S) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """True for a process that has not ended; a zombie has."""
+    """True for a process that has not ended; a zombie has, once its last thread has closed what they had open."""
+    process = Path(f"/proc/{pid}")
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        is_zombie = (process / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        return not is_zombie or len(list((process / "task").iterdir())) > 1
     except OSError:
         return False
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import HANG_S, wait_until
+from processes import HANG_S, is_alive, wait_until
 from project import Project, open_project
 from small_run import Inputs
 
@@ -297,7 +297,7 @@ def test_a_real_run_is_seen_while_it_trains_when_it_is_killed_and_when_it_was_re
     assert run["cost"] == pytest.approx(run["seconds"] / 3600 * 3.5)  # no GPU: the machine's price
     assert run["cost_total"] > run["cost"]
     os.killpg(process.pid, signal.SIGKILL)
-    wait_until(lambda: not any(member.is_running() and member.status() != "zombie" for member in group))
+    wait_until(lambda: not any(is_alive(member.pid) for member in group))
     died = status(capsys, "--run", "run")
     assert (died["now"], died["run_state"], died["last_checkpoint"]) == ("died", "running", run["last_checkpoint"])
     code, output = project.run("resume", "run", "train.save_steps=1", "cluster.price_per_hour=7")
