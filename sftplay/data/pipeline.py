@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -111,11 +111,18 @@ def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_templat
     return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)])
 
 
-def refuse_trained_rows(cfg: RunConfig, path: str, *, files: Mapping[str, str]) -> None:
+ReadKeys = Callable[[str, DataConfig], Iterator[tuple[Source, Keys]]]
+
+
+def refuse_trained_rows(
+    cfg: RunConfig, path: str, *, files: Mapping[str, str], read_keys: ReadKeys | None = None
+) -> None:
     """Raise DataError where a row of `path` was trained on, by the content in its normal form.
 
     `files` are those of the report of the run: the gate of its training has compared the rows of all of them.
+    `read_keys` yields what counts as content of the rows of a file, several of one place where each would be known.
     """
+    read_keys = read_keys or _read_keys
     data, rows_path = cfg.data, cfg.rows_path
     if files.get(path) == kept_digest(path, data.processed_dir):
         return
@@ -127,15 +134,15 @@ def refuse_trained_rows(cfg: RunConfig, path: str, *, files: Mapping[str, str]) 
         log.say(f"note: {rows_path} is not what it was in training, so no row of {path} is compared with it", "eval")
         return
     dropped = data.val_path if data.contamination == "drop" else None
-    not_trained = {keys.normal for _, keys in _read_keys(dropped, data)} if dropped else set()
-    tested = {keys.normal: source for source, keys in _read_keys(path, data) if keys.normal not in not_trained}
+    not_trained = {keys.normal for _, keys in read_keys(dropped, data)} if dropped else set()
+    tested = {keys.normal: source for source, keys in read_keys(path, data) if keys.normal not in not_trained}
     share = 0.0 if data.val_path else held_out_share(cfg)
-    trained = [
-        f"{source} is held out as well, at {tested[keys.normal]}"
-        for source, keys in _read_keys(rows_path, data)
+    found = {
+        str(tested[keys.normal]): f"{source} is held out as well, at {tested[keys.normal]}"
+        for source, keys in read_keys(rows_path, data)
         if keys.normal in tested and not is_held_out(keys, share)
-    ]
-    if trained:
+    }
+    if trained := list(found.values()):
         shown = "\n  ".join(trained[:5]) + (f"\n  and {len(trained) - 5:,} more" if len(trained) > 5 else "")
         fix = "take them out of the test file: figures on rows that were trained on say nothing"
         raise DataError(f"{len(trained):,} of its rows were trained on\n  {shown}", where=path, fix=fix)
