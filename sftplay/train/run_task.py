@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from sftplay import log
 from sftplay.atomic import whole_folder
 from sftplay.config.run import RunConfig
-from sftplay.errors import DataError
+from sftplay.errors import ConfigError, DataError
 from sftplay.export.adapter_card import write_adapter_card
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_experts, describe_parameters, freeze_outside_text
@@ -142,6 +142,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     model = load_start(
         opened, source=extended_base, is_on_host=folder.read_json("plan.json").get("model_opened_on") == "host"
     )
+    check_positions(cfg, model, rows)
     if hasattr(task, "reshape_model"):
         model = task.reshape_model(model, tokenizer, cfg=cfg)
     before = folder.eval / "before.json"
@@ -193,6 +194,34 @@ def check_held_out(cfg: RunConfig, rows: Rows) -> None:
             where=cfg.data.val_path or cfg.rows_path,
             fix="raise data.split or give data.val_path",
         )
+
+
+def check_positions(cfg: RunConfig, model: Any, rows: Rows) -> None:
+    """Say that rows are longer than the positions that the model was made for. Raise ConfigError where it has learned
+    a vector for each position, and so none for what lies behind the last.
+    """
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) if cfg.task.reads_text else None
+    if not isinstance(most, int):
+        return
+    key, tokens = "cpt.block_size" if cfg.cpt.block_size else "model.max_seq_len", cfg.row_tokens
+    if not cfg.learns_documents:
+        completion = tokens - cfg.prompt_tokens if cfg.task.learns_from_rewards else 0
+        tokens = min(rows.report["longest_tokens"], tokens - completion) + completion
+        key = "grpo.max_completion_length" if cfg.task.turns == 1 else key
+    if tokens <= most:
+        return
+    words, rows_of_table = model.get_input_embeddings(), range(most, most + 3)  # OPT's table has two more
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
+    fix = f"write {key}: {most}"
+    if cfg.task.turns == 1:
+        fix = f"let grpo.max_prompt_length and {key} be at most {most} together"
+    if any(table.num_embeddings in rows_of_table for table in tables):
+        what = f"rows of up to {tokens:,} tokens do not fit the {most:,} positions that {cfg.model.name} has"
+        raise ConfigError(what, where=f"{cfg.origins.get(key, 'the config')} {key}", fix=fix)
+    log.say(
+        f"note: rows of up to {tokens:,} tokens are longer than the {most:,} positions that {cfg.model.name} was made"
+        f" for; to keep to them {fix}"
+    )
 
 
 def make_trainable(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -> Any:

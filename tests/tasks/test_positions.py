@@ -1,0 +1,70 @@
+"""Rows that are longer than the positions of the model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpo_run import grpo_inputs, grpo_options
+from in_process import Inputs, built, train
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from sftplay.errors import ConfigError
+
+
+def save(kind: str, folder: Path, tiny_llama: Path, *, positions: int) -> Path:
+    """A random model with the small run's tokenizer."""
+    shutil.copytree(tiny_llama, folder)
+    ends: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}
+    if kind == "gpt2":
+        GPT2LMHeadModel(
+            GPT2Config(vocab_size=400, n_embd=32, n_layer=2, n_head=4, n_positions=positions, **ends)
+        ).save_pretrained(folder)
+    else:
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                max_position_embeddings=positions, **ends,
+            )
+        ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+RUN = {"tuning__mode": "full", "train__max_steps": 1, "eval__before": False, "eval__after": False}
+
+
+def test_rows_behind_learned_positions_are_refused_and_rows_within_them_are_not(
+    inputs: Inputs, tiny_llama: Path, tmp_path: Path
+):
+    """Otherwise torch ends the run with "index out of range in self", and CUDA with an assert that names no row."""
+    model = save("gpt2", tmp_path / "model", tiny_llama, positions=32)
+    given = Inputs(model, inputs.train, inputs.held_out)
+    with pytest.raises(
+        ConfigError, match=r"rows of up to \d+ tokens do not fit the 32 positions that .* has"
+    ) as refusal:
+        built(tmp_path / "long", given, **RUN, model__max_seq_len=512)
+    assert "max_seq_len" in refusal.value.where
+    assert "model.max_seq_len: 32" in refusal.value.fix
+    assert train(tmp_path / "short", given, **RUN, model__max_seq_len=32, data__too_long="drop").losses
+
+
+def test_prompts_and_completions_behind_learned_positions_are_refused(tiny_llama: Path, tmp_path: Path):
+    prompts = grpo_inputs(save("gpt2", tmp_path / "model", tiny_llama, positions=24), tmp_path / "rows")
+    with pytest.raises(ConfigError, match="do not fit the 24 positions") as refusal:
+        built(tmp_path, prompts, **grpo_options(prompts))
+    assert "grpo.max_completion_length" in refusal.value.fix
+
+
+def test_rows_behind_positions_that_are_computed_are_trained_on_with_a_note(
+    inputs: Inputs, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model = save("llama", tmp_path / "model", tiny_llama, positions=32)
+    given = Inputs(model, inputs.train, inputs.held_out)
+    assert train(tmp_path / "long", given, **RUN, model__max_seq_len=512).losses
+    said = capsys.readouterr().out
+    assert "tokens are longer than the 32 positions that" in said
+    assert "model.max_seq_len: 32" in said
+    train(tmp_path / "enough", Inputs(tiny_llama, inputs.train, inputs.held_out), **RUN, model__max_seq_len=512)
+    assert "was made for" not in capsys.readouterr().out
