@@ -142,7 +142,9 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     model = load_start(
         opened, source=extended_base, is_on_host=folder.read_json("plan.json").get("model_opened_on") == "host"
     )
-    check_positions(cfg, model, rows)
+    if cfg.task.reads_text:
+        check_vocabulary(cfg, model, tokenizer, rows=rows)
+        check_positions(cfg, model, rows)
     if hasattr(task, "reshape_model"):
         model = task.reshape_model(model, tokenizer, cfg=cfg)
     before = folder.eval / "before.json"
@@ -196,11 +198,29 @@ def check_held_out(cfg: RunConfig, rows: Rows) -> None:
         )
 
 
+def check_vocabulary(cfg: RunConfig, model: Any, tokenizer: Any, *, rows: Rows) -> None:
+    """Raise ConfigError where the token that pads, or one of the rows of a trained text, has no embedding."""
+    known, tokens = model.get_input_embeddings().num_embeddings, {tokenizer.pad_token_id}
+    if len(tokenizer) <= known:
+        return
+    if not cfg.task.learns_from_rewards:
+        tokens |= {max(row["input_ids"]) for part in (rows.train, rows.held_out or ()) for row in part}
+    if (highest := max(map(int, tokens))) >= known:
+        text = tokenizer.convert_ids_to_tokens(highest)
+        raise ConfigError(
+            f"token {highest} ({text!r}) has no embedding: {cfg.model.name} has {known:,}, its tokenizer knows"
+            f" {len(tokenizer):,} tokens",
+            where=f"{cfg.origins.get('model.name', 'the config')} model.name",
+            fix="give it the tokenizer that it was trained with, or embeddings for the tokens that were added:"
+            " model.resize_token_embeddings(len(tokenizer)) of transformers, and save both",
+        )
+
+
 def check_positions(cfg: RunConfig, model: Any, rows: Rows) -> None:
     """Say that rows are longer than the positions that the model was made for. Raise ConfigError where it has learned
     a vector for each position, and so none for what lies behind the last.
     """
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) if cfg.task.reads_text else None
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(most, int):
         return
     key, tokens = "cpt.block_size" if cfg.cpt.block_size else "model.max_seq_len", cfg.row_tokens

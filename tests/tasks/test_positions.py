@@ -1,4 +1,4 @@
-"""Rows that are longer than the positions of the model."""
+"""Rows that are longer than the positions of the model, or of tokens that it does not have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from grpo_run import grpo_inputs, grpo_options
 from in_process import Inputs, built, train
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from sftplay.errors import ConfigError
 
@@ -68,3 +68,23 @@ def test_rows_behind_positions_that_are_computed_are_trained_on_with_a_note(
     assert "model.max_seq_len: 32" in said
     train(tmp_path / "enough", Inputs(tiny_llama, inputs.train, inputs.held_out), **RUN, model__max_seq_len=512)
     assert "was made for" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pads", [False, True], ids=["a token of the rows", "the token that pads"])
+def test_a_token_without_an_embedding_is_refused_before_a_step(
+    pads: bool, inputs: Inputs, tiny_llama: Path, tmp_path: Path
+):
+    """As where a token was added to the tokenizer alone; torch would say "index out of range in self"."""
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([f"filler{n}" for n in range(400 - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"} if pads else {"additional_special_tokens": ["[PAD]"]})
+    tokenizer.save_pretrained(model)
+    given = Inputs(model, inputs.train, inputs.held_out)
+    if not pads:
+        assert train(tmp_path / "unused", given, **RUN).losses  # no row has it
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(inputs.train.read_text() + '{"prompt": "a stone", "completion": "a [PAD] b"}\n')
+        given = Inputs(model, rows, inputs.held_out)
+    with pytest.raises(ConfigError, match=r"token 400 \('\[PAD\]'\) has no embedding: .* has 400, .* 401 tokens"):
+        built(tmp_path / "used", given, **RUN)
