@@ -78,7 +78,9 @@ def test_a_token_without_an_embedding_is_refused_before_a_step(
     model = shutil.copytree(tiny_llama, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens([f"filler{n}" for n in range(400 - len(tokenizer))])
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"} if pads else {"additional_special_tokens": ["[PAD]"]})
+    tokenizer.add_tokens(["[PAD]"])
+    if pads:
+        tokenizer.pad_token = "[PAD]"
     tokenizer.save_pretrained(model)
     given = Inputs(model, inputs.train, inputs.held_out)
     if not pads:
