@@ -17,6 +17,7 @@ from sftplay.atomic import whole_folder
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError
 from sftplay.export.adapter_card import write_adapter_card
+from sftplay.generate.generate import learned_positions
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_experts, describe_parameters, freeze_outside_text
 from sftplay.model.hub import fetch_weights
@@ -230,12 +231,10 @@ def check_positions(cfg: RunConfig, model: Any, rows: Rows) -> None:
         key = "grpo.max_completion_length" if cfg.task.turns == 1 else key
     if tokens <= most:
         return
-    words, rows_of_table = model.get_input_embeddings(), range(most, most + 3)  # OPT's table has two more
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
     fix = f"write {key}: {most}"
     if cfg.task.turns == 1:
         fix = f"let grpo.max_prompt_length and {key} be at most {most} together"
-    if any(table.num_embeddings in rows_of_table for table in tables):
+    if learned_positions(model):
         what = f"rows of up to {tokens:,} tokens do not fit the {most:,} positions that {cfg.model.name} has"
         raise ConfigError(what, where=f"{cfg.origins.get(key, 'the config')} {key}", fix=fix)
     log.say(

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from grpo_run import grpo_inputs, grpo_options
 from in_process import Inputs, built, train
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from sftplay.errors import ConfigError
+from sftplay.generate.generate import Generator, answer_ids
 
 
 def save(kind: str, folder: Path, tiny_llama: Path, *, positions: int) -> Path:
@@ -48,6 +50,22 @@ def test_rows_behind_learned_positions_are_refused_and_rows_within_them_are_not(
     assert "max_seq_len" in refusal.value.where
     assert "model.max_seq_len: 32" in refusal.value.fix
     assert train(tmp_path / "short", given, **RUN, model__max_seq_len=32, data__too_long="drop").losses
+
+
+def test_answers_end_at_the_last_learned_position_whatever_batch_they_are_in(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = save("gpt2", tmp_path / "model", tiny_llama, positions=24)
+    model, tokenizer = GPT2LMHeadModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    lengths = [4, 20, 9, 23, 14, 20, 4, 14]
+    prompts = [[(7 * n + k) % 397 + 3 for k in range(length)] for n, length in enumerate(lengths)]
+    found = answer_ids(Generator(model, tokenizer, [2], 12), prompts, batch_size=4)
+    assert "note: 5 answers end at the 24 positions that the model has" in capsys.readouterr().out
+    for prompt, answer in zip(prompts, found, strict=True):
+        most = min(12, 24 - len(prompt))
+        asked = torch.tensor([prompt])
+        alone = model.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=most)
+        assert answer == alone[0, len(prompt) :].tolist()
 
 
 def test_prompts_and_completions_behind_learned_positions_are_refused(tiny_llama: Path, tmp_path: Path):
