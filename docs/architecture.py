@@ -152,7 +152,7 @@ PATHS = """## The path of a config value
 
 1. `commands/train.py` calls `config/load.py`. `config/layers.py` lays file, includes and command line over each other,
    and remembers where every value was written.
-2. `config/run.py` types it, with `config/data.py`, `config/train.py`, `config/cluster.py`, `config/rewards.py` and the
+2. `config/run.py` types it, with `config/cluster.py`, `config/data.py`, `config/rewards.py` and the
    module `section` of each task. `config/rules.py` has rules of several sections, `config/problems.py` shows problems.
 3. `plan/sizing.py` replaces every `auto` by a value with its reason.
 4. `config/resolved.py` writes all of it into the run folder with origins. Every rank reads that file.
@@ -203,7 +203,7 @@ labels 22 (44), a GRPO reward to the gradient 22 (26), a two-turn episode 24 (39
 PDF 20 (34).
 
 Two more were followed by hand (13 files each). `train.learning_rate` from the YAML to the optimizer, 8 files:
-`commands/train.py`, `config/load.py`, `config/layers.py`, `config/train.py`, `plan/sizing.py`, `plan/decisions.py`,
+`commands/train.py`, `config/load.py`, `config/layers.py`, `config/run.py`, `plan/sizing.py`, `plan/decisions.py`,
 `tasks/__init__.py` (the usual rates), `train/train_run.py`. SIGUSR1 in a SLURM job until it is queued again: the 7
 files of its path above but `signals.py`.
 """
