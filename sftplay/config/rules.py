@@ -9,10 +9,17 @@ import math
 from collections.abc import Callable, Iterator
 
 from sftplay.config.cluster import SPLIT_WEIGHTS, broken_cluster_rules
-from sftplay.config.data import broken_cpt_rules, broken_data_rules, has_held_out, idle_cpt_keys, idle_data_keys
+from sftplay.config.data import (
+    broken_cpt_rules,
+    broken_data_rules,
+    broken_reward_rules,
+    has_held_out,
+    idle_cpt_keys,
+    idle_data_keys,
+    idle_reward_keys,
+)
 from sftplay.config.keys import keys_in, list_keys, path_keys
 from sftplay.config.layers import NO_PRETRAINED, is_overlong, walk
-from sftplay.config.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Problem, find_spec
 from sftplay.errors import ConfigError, nearest_names

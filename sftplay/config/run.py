@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import Field, PrivateAttr
 
 from sftplay.config.cluster import SHARDED, ClusterConfig
-from sftplay.config.data import CptConfig, DataConfig, DatasetConfig, EvalConfig
-from sftplay.config.rewards import RewardConfig, SandboxConfig
+from sftplay.config.data import CptConfig, DataConfig, DatasetConfig, EvalConfig, RewardConfig, SandboxConfig
 from sftplay.config.section import Auto, NotNegative, Positive, PositiveFloat, Section, Share, UserPath
 from sftplay.tasks import TASKS, TaskRow
 

@@ -10,7 +10,7 @@ from itertools import chain, islice, repeat
 from typing import Any, Literal
 
 from sftplay import log
-from sftplay.config.rewards import MODEL, RewardConfig
+from sftplay.config.data import MODEL, RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.errors import DataError, RunError
 from sftplay.reward.code_rewards import CodeTests

@@ -25,7 +25,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sftplay import cli
-from sftplay.config.rewards import SandboxConfig
+from sftplay.config.data import SandboxConfig
 from sftplay.data.render.render import Renderer
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.places import find_vllm_python

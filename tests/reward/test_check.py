@@ -12,8 +12,8 @@ from processes import HANG_S
 
 from sftplay.cli import main
 from sftplay.commands.reward_check import reward_check
+from sftplay.config.data import RewardConfig
 from sftplay.config.load import load_config
-from sftplay.config.rewards import RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError
 from sftplay.reward.check import Case, check_before_training, check_reward
