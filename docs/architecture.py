@@ -160,7 +160,7 @@ PATHS = """## The path of a config value
 ## The path of a task
 
 1. `tasks/__init__.py` is the table: `cfg.task` is the row of the config's task, with the facts that the trunk asks.
-2. `config/section.py` finds the task's rules in its module `spec`; `plan/task_sizing.py` and `plan/report.py` find its
+2. `config/section.py` finds the task's rules in its module `spec`; `plan/sizing.py` and `plan/report.py` find its
    answers in its module `plan`, else take those of sft.
 3. In each process `tasks/worker.py` finds the module `task`, and `train/run_task.py` calls its functions in order.
 

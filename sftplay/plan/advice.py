@@ -11,7 +11,7 @@ from sftplay.config.run import RunConfig
 from sftplay.plan.forecast import Forecast, Hardware
 from sftplay.plan.memory import STRATEGIES, Strategy
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.task_sizing import find_sizing, forecast_one_row
+from sftplay.plan.sizing import find_sizing, forecast_one_row
 from sftplay.units import GIB, format_bytes
 
 SHORTEST = 128  # tokens below which shorter rows are no advice

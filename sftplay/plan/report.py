@@ -13,7 +13,7 @@ from sftplay.config.run import RunConfig
 from sftplay.plan.forecast import LOAD, MARGIN, RUNTIME, Forecast, Hardware, RowLengths, Setting
 from sftplay.plan.memory_setup import trained_params
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.task_sizing import SizedRun, find_sizing
+from sftplay.plan.sizing import SizedRun, find_sizing
 from sftplay.units import GIB, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ def known_shape(cfg: RunConfig) -> ModelShape | None:
     that decide the shape of a model of puzzles are there, but not sound.
     """
     if not cfg.task.reads_text:
-        from sftplay.plan.task_sizing import find_sizing
+        from sftplay.plan.sizing import find_sizing
 
         return find_sizing(cfg).known_shape(cfg)
     shape = find_shape(cfg.model.name, cfg.model.revision, builtin=BUILTIN_CONFIGS)

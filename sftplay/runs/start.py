@@ -33,8 +33,7 @@ from sftplay.log import is_terminal
 from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.forecast import Hardware
-from sftplay.plan.sizing import size_run
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.runs.finished_run import describe_end, report_at_end
 from sftplay.runs.inputs import known_lengths, known_shape, needs_no_hub
 from sftplay.runs.strategy_setup import (

@@ -17,8 +17,7 @@ from sftplay.plan.find_shape import find_shape
 from sftplay.plan.forecast import Hardware, find_device, forecast
 from sftplay.plan.memory import Size
 from sftplay.plan.shape_from_config import shape_from_config
-from sftplay.plan.sizing import size_run, split_batch
-from sftplay.plan.task_sizing import build_setting
+from sftplay.plan.sizing import build_setting, size_run, split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

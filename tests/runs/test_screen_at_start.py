@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sftplay.config.load import load_config
 from sftplay.plan.decisions import Decision
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import SizedRun
 from sftplay.runs.start import decision_lines
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/run_demo.yaml"

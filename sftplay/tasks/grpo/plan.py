@@ -31,8 +31,7 @@ from sftplay.plan.memory import (
 from sftplay.plan.memory_setup import MemorySetup, read_memory_setup, trained_params
 from sftplay.plan.report import PHASES, TaskReport, label
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.sizing import planned_strategy
-from sftplay.plan.task_sizing import TaskSizing, build_setting
+from sftplay.plan.sizing import TaskSizing, build_setting, planned_strategy
 from sftplay.tasks.grpo.spec import EFFECTIVE, count_batch_completions
 from sftplay.units import GIB, format_bytes
 

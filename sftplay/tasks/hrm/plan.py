@@ -26,11 +26,12 @@ from sftplay.plan.sizing import (
     LOSS_HEAD,
     PLATEAU_TOKENS,
     STRATEGY,
+    SizedRun,
+    TaskSizing,
     fill_open,
     is_open,
     split_batch,
 )
-from sftplay.plan.task_sizing import SizedRun, TaskSizing
 from sftplay.tasks.hrm.puzzles.sampler import BUILTIN, open_splits
 from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.units import format_bytes

@@ -18,7 +18,7 @@ from sftplay.plan.memory import SHARDING, DeviceShare, Footprint, Size, estimate
 from sftplay.plan.memory_setup import MemorySetup
 from sftplay.plan.report import CPU_FLOPS_PER_CORE, USED_SHARE, TaskReport, Workload, estimate_workload
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.task_sizing import TaskSizing
+from sftplay.plan.sizing import TaskSizing
 from sftplay.tasks.grpo.plan import forward_layer
 from sftplay.tasks.preference.spec import KINDS, USUAL_BETA, find_reference_model, uses_reference
 from sftplay.units import format_bytes, format_seconds

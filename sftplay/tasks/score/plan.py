@@ -28,8 +28,7 @@ from sftplay.plan.memory import (
 from sftplay.plan.memory_setup import MemorySetup
 from sftplay.plan.report import Sizing, TaskReport, Workload, estimate_workload, label
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.sizing import STRATEGY, planned_strategy
-from sftplay.plan.task_sizing import SizedRun, TaskSizing, forecast_one_row
+from sftplay.plan.sizing import STRATEGY, SizedRun, TaskSizing, forecast_one_row, planned_strategy
 from sftplay.tasks.grpo.plan import (
     DRAW,
     REFERENCE,
