@@ -202,8 +202,8 @@ PATHS = """## The path of a config value
 labels 22 (44), a GRPO reward to the gradient 22 (26), a two-turn episode 24 (39), a plan of QLoRA 40 (86), a page of
 PDF 20 (34).
 
-Two more were followed by hand (13 files each). `train.learning_rate` from the YAML to the optimizer, 8 files:
-`commands/train.py`, `config/load.py`, `config/layers.py`, `config/run.py`, `plan/sizing.py`, `plan/decisions.py`,
+Two more were followed by hand (13 files each). `train.learning_rate` from the YAML to the optimizer, 7 files:
+`commands/train.py`, `config/load.py`, `config/layers.py`, `config/run.py`, `plan/sizing.py`,
 `tasks/__init__.py` (the usual rates), `train/train_run.py`. SIGUSR1 in a SLURM job until it is queued again: the 7
 files of its path above but `signals.py`.
 """

@@ -26,7 +26,7 @@ from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.model.source import is_local
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.decisions import decide_numerics
+from sftplay.plan.sizing import decide_numerics
 from sftplay.runs.finished_run import load_renderer, open_run, prepare_environment
 from sftplay.runs.inputs import check_model, known_shape
 from sftplay.signals import die_with_parent, popen_tied

@@ -14,7 +14,6 @@ from sftplay.machine.probe import Machine
 from sftplay.machine.releases import VLLM_INSTALL, vllm_problem
 from sftplay.places import find_python
 from sftplay.plan.activations import FP32, head_in_forward, inner_bytes, stream_bytes
-from sftplay.plan.decisions import Decision, Decisions
 from sftplay.plan.forecast import Forecast, Hardware, Setting, forecast, planned_tokens, with_loading
 from sftplay.plan.memory import (
     HALF,
@@ -31,7 +30,7 @@ from sftplay.plan.memory import (
 from sftplay.plan.memory_setup import MemorySetup, read_memory_setup, trained_params
 from sftplay.plan.report import PHASES, TaskReport, label
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.sizing import TaskSizing, build_setting, planned_strategy
+from sftplay.plan.sizing import Decision, Decisions, TaskSizing, build_setting, planned_strategy
 from sftplay.tasks.grpo.spec import EFFECTIVE, count_batch_completions
 from sftplay.units import GIB, format_bytes
 

@@ -14,7 +14,6 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.machine.probe import Machine, find_compiler_problem
 from sftplay.plan.advice import ENOUGH, Step, Suggestion, added_up, step_to
-from sftplay.plan.decisions import Decision, Decisions, decide_numerics, scaled_rate, without_effect
 from sftplay.plan.forecast import Forecast, Hardware, RowLengths, Setting, forecast
 from sftplay.plan.memory import DeviceShare, Footprint, Size
 from sftplay.plan.memory_setup import BYTES, WORKSPACE_BYTES, MemorySetup, workspace_bytes
@@ -26,11 +25,16 @@ from sftplay.plan.sizing import (
     LOSS_HEAD,
     PLATEAU_TOKENS,
     STRATEGY,
+    Decision,
+    Decisions,
     SizedRun,
     TaskSizing,
+    decide_numerics,
     fill_open,
     is_open,
+    scaled_rate,
     split_batch,
+    without_effect,
 )
 from sftplay.tasks.hrm.puzzles.sampler import BUILTIN, open_splits
 from sftplay.tasks.hrm.section import HrmConfig
