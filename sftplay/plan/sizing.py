@@ -19,13 +19,14 @@ from sftplay.plan.forecast import (
     Hardware,
     RowLengths,
     Setting,
+    Size,
+    Strategy,
     TaskMemory,
     find_device,
     forecast,
     on_device,
     planned_tokens,
 )
-from sftplay.plan.memory import Size, Strategy
 from sftplay.plan.memory_setup import read_memory_setup
 from sftplay.plan.shape import ModelShape
 from sftplay.units import format_bytes

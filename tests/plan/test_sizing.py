@@ -14,8 +14,7 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan import sizing
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.forecast import Hardware, find_device, forecast
-from sftplay.plan.memory import Size
+from sftplay.plan.forecast import Hardware, Size, find_device, forecast
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.plan.sizing import build_setting, size_run, split_batch
 

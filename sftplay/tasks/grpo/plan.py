@@ -14,18 +14,23 @@ from sftplay.machine.probe import Machine
 from sftplay.machine.releases import VLLM_INSTALL, vllm_problem
 from sftplay.places import find_python
 from sftplay.plan.activations import FP32, head_in_forward, inner_bytes, stream_bytes
-from sftplay.plan.forecast import Forecast, Hardware, Setting, forecast, planned_tokens, with_loading
-from sftplay.plan.memory import (
+from sftplay.plan.forecast import (
     HALF,
     MASK_BYTES,
     SHARDING,
     DeviceShare,
     Footprint,
+    Forecast,
+    Hardware,
+    Setting,
     Size,
     Strategy,
     bias_bytes,
     estimate,
+    forecast,
+    planned_tokens,
     standing_bytes,
+    with_loading,
 )
 from sftplay.plan.memory_setup import MemorySetup, read_memory_setup, trained_params
 from sftplay.plan.report import PHASES, TaskReport, label

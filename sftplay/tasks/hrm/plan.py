@@ -14,8 +14,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.machine.probe import Machine, find_compiler_problem
 from sftplay.plan.advice import ENOUGH, Step, Suggestion, added_up, step_to
-from sftplay.plan.forecast import Forecast, Hardware, RowLengths, Setting, forecast
-from sftplay.plan.memory import DeviceShare, Footprint, Size
+from sftplay.plan.forecast import DeviceShare, Footprint, Forecast, Hardware, RowLengths, Setting, Size, forecast
 from sftplay.plan.memory_setup import BYTES, WORKSPACE_BYTES, MemorySetup, workspace_bytes
 from sftplay.plan.report import CPU_FLOPS_PER_CORE, USED_SHARE, Sizing, TaskReport, Workload, describe_phases
 from sftplay.plan.shape import ModelShape

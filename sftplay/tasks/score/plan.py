@@ -12,13 +12,16 @@ from sftplay.errors import ConfigError
 from sftplay.plan.activations import reference_scores
 from sftplay.plan.advice import Step, Suggestion, added_up, first_that_fit, list_steps, step_to
 from sftplay.plan.devices import OWN, name_devices
-from sftplay.plan.forecast import Forecast, Hardware, RowLengths, Setting
-from sftplay.plan.memory import (
+from sftplay.plan.forecast import (
     ALONE,
     SHARDING,
     Communication,
     DeviceShare,
     Footprint,
+    Forecast,
+    Hardware,
+    RowLengths,
+    Setting,
     Size,
     StaticMemory,
     estimate,

@@ -21,8 +21,7 @@ from sftplay.errors import ConfigError
 from sftplay.machine.probe import probe
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.flops import model_flops
-from sftplay.plan.forecast import Device, Forecast, Hardware, RowLengths, Setting, forecast
-from sftplay.plan.memory import Size, standing_bytes
+from sftplay.plan.forecast import Device, Forecast, Hardware, RowLengths, Setting, Size, forecast, standing_bytes
 from sftplay.plan.memory_setup import MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.plan.sizing import size_run
