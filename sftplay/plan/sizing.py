@@ -523,7 +523,7 @@ def size_run(
     sized = fill_open(decided, rest)
     notes = [*scaled_rate(sized), *task.notes(sized, shape), *without_effect(sized, machine)]
     if shape is not None and shape.experts:
-        from sftplay.plan.experts import describe_adapted
+        from sftplay.plan.mixers import describe_adapted
 
         notes += describe_adapted(sized, shape)
     seen = estimate_for(int(sized.train.batch_size)) if estimate_for else None
