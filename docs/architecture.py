@@ -37,7 +37,6 @@ FLOORS = {
         "config",
         "machine",
         "data.records",
-        "data.order",
         "sandbox",
         "data.problem",
     ],
@@ -171,7 +170,7 @@ PATHS = """## The path of a config value
 3. `data/render/render.py` verifies the masks of the chat template and renders it; `data/render/labels.py` makes token
    ids and labels.
 4. `data/tokenize.py` does this in worker processes, counts every record and keeps the rows on disk.
-5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
+5. `data/pipeline.py` hands them to the task, and says in which order they are trained.
 6. `train/exact_batch.py` gets a rank's rows of one optimizer step, `train/micro_batches.py` cuts them.
 
 ## The path of a document

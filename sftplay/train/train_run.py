@@ -24,7 +24,7 @@ from transformers.integrations import TensorBoardCallback
 
 from sftplay import __version__, log
 from sftplay.config.run import RunConfig
-from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.data.pipeline import order_hash, steps_for, training_order
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, MachineError, RunError, ran_out_of_memory, said_of_memory
 from sftplay.heartbeat import Heartbeat, heartbeat_path

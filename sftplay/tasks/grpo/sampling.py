@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Questions
-from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.data.pipeline import order_hash, steps_for, training_order
 from sftplay.environments.rollouts import RolloutIds, Rollouts
 from sftplay.errors import RunError
 from sftplay.evaluate.rewarded import find_mean

@@ -24,7 +24,7 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Question
-from sftplay.data.order import order_hash, training_order
+from sftplay.data.pipeline import order_hash, training_order
 from sftplay.errors import RunError
 from sftplay.generate.generate import derive_seed
 from sftplay.launch.checkpoints import read_step
