@@ -167,7 +167,7 @@ PATHS = """## The path of a config value
 
 1. `data/read.py` finds files and yields raw rows with their place.
 2. `data/layouts.py` turns a row into a canonical record of `data/records.py`, or says why it cannot.
-3. `data/render/render.py` verifies the masks of the chat template and renders it; `data/render/labels.py` makes token
+3. `data/render/render.py` verifies the masks of the chat template and renders it; `data/render/masks.py` makes token
    ids and labels.
 4. `data/tokenize.py` does this in worker processes, counts every record and keeps the rows on disk.
 5. `data/pipeline.py` hands them to the task, and says in which order they are trained.
