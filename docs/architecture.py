@@ -175,7 +175,7 @@ PATHS = """## The path of a config value
 
 ## The path of a document
 
-1. `data/ingest/walk.py` finds files; `data/ingest/children.py` forks a bounded child for each.
+1. `data/ingest/children.py` finds files, and forks a bounded child for each.
 2. The child cleans what `data/ingest/extract/document.py` has found, block by block (`data/ingest/reading.py`).
 3. `data/ingest/reading.py` makes rows with their pages; `data/ingest/ingest.py` finds repeated ones, writes the rest.
 

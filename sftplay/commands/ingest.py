@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sftplay import log
-from sftplay.data.ingest.walk import STEPS, Settings
+from sftplay.data.ingest.children import STEPS, Settings
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.machine.probe import usable_cores
 from sftplay.units import format_seconds
