@@ -25,7 +25,7 @@ from sftplay.export.vllm_command import find_lora_rank
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.source import ADAPTER_CONFIG
-from sftplay.model.weights_digest import digest_result
+from sftplay.model.start_point import digest_result
 from sftplay.parity import causes
 from sftplay.parity import served_files as files
 from sftplay.parity.by_transformers import READ_ERRORS
