@@ -38,8 +38,7 @@ from sftplay.model.recomputation import as_named_here, recomputation_arguments
 from sftplay.places import ROOT
 from sftplay.plan.flops import ModelFlops, model_flops
 from sftplay.train.checkpointing import MarkComplete, accept_numbered_cpus, choose_checkpoint
-from sftplay.train.exact_batch import ADVICE, Replay, StepSetup
-from sftplay.train.gradients import GradientSync
+from sftplay.train.exact_batch import ADVICE, GradientSync, Replay, StepSetup
 from sftplay.train.guards import (
     StopInTime,
     StopOnBadStep,

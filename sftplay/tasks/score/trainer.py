@@ -50,8 +50,7 @@ from sftplay.tasks.score.update import (
     group_actions,
 )
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
-from sftplay.train.gradients import average_gradients, gradient_norm
+from sftplay.train.exact_batch import StepSetup, StepTrainerMixin, average_gradients, gradient_norm
 from sftplay.train.metrics import write_lines
 from sftplay.train.task import RowOrder
 
