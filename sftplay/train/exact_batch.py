@@ -33,7 +33,7 @@ from sftplay.model.out_of_memory import (
     held_bytes,
 )
 from sftplay.train.eval_mode import RandomState, random_numbers_kept
-from sftplay.train.loss_heads import prove_label_head
+from sftplay.train.loss_heads import prove_label_head, put_chunked_head
 from sftplay.train.metrics import Observer, StepCounts
 from sftplay.train.micro_batches import (
     Batch,
@@ -350,8 +350,6 @@ class ExactBatchMixin(StepTrainerMixin):
             is_half = args.bf16 or args.fp16
             self._drops_mask = self.micro_batcher is not None and needs_no_mask(base, args.device, is_half=is_half)
             if step.loss_head == "chunked":
-                from sftplay.train.loss_heads import put_chunked_head  # brings torch's DTensor
-
                 put_chunked_head(base, proves=self.micro_batcher is not None)
 
     def get_train_dataloader(self) -> Any:
