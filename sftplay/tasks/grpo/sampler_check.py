@@ -24,8 +24,11 @@ from sftplay.tasks.grpo.sampler_faults import (
     Learner,
     Row,
     SamplerFacts,
+    find_old_heads,
+    find_old_weights,
+    list_other_prompts,
+    read_server_facts,
 )
-from sftplay.tasks.grpo.sampler_weights import find_old_heads, find_old_weights, list_other_prompts, read_server_facts
 from sftplay.tasks.grpo.shared_groups import loss_mask
 from sftplay.train.preflight import has_sharded_weights
 from sftplay.train.upstream import last_logits_processor
