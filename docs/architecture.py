@@ -37,7 +37,6 @@ FLOORS = {
         "config",
         "machine",
         "data.records",
-        "data.order",
         "sandbox",
         "data.problem",
     ],
@@ -152,15 +151,15 @@ PATHS = """## The path of a config value
 
 1. `commands/train.py` calls `config/load.py`. `config/layers.py` lays file, includes and command line over each other,
    and remembers where every value was written.
-2. `config/run.py` types it, with `config/data.py`, `config/train.py`, `config/cluster.py`, `config/rewards.py` and the
-   module `section` of each task. `config/rules.py` has rules of several sections, `config/problems.py` shows problems.
+2. `config/run.py` types it, with `config/cluster.py`, `config/data.py` and the module `section` of each task. The rules
+   between keys are in `config/load.py` too, and `config/problems.py` shows problems.
 3. `plan/sizing.py` replaces every `auto` by a value with its reason.
 4. `config/resolved.py` writes all of it into the run folder with origins. Every rank reads that file.
 
 ## The path of a task
 
 1. `tasks/__init__.py` is the table: `cfg.task` is the row of the config's task, with the facts that the trunk asks.
-2. `config/section.py` finds the task's rules in its module `spec`; `plan/task_sizing.py` and `plan/report.py` find its
+2. `config/section.py` finds the task's rules in its module `spec`; `plan/sizing.py` and `plan/report.py` find its
    answers in its module `plan`, else take those of sft.
 3. In each process `tasks/worker.py` finds the module `task`, and `train/run_task.py` calls its functions in order.
 
@@ -168,15 +167,15 @@ PATHS = """## The path of a config value
 
 1. `data/read.py` finds files and yields raw rows with their place.
 2. `data/layouts.py` turns a row into a canonical record of `data/records.py`, or says why it cannot.
-3. `data/render/render.py` verifies the masks of the chat template and renders it; `data/render/labels.py` makes token
+3. `data/render/render.py` verifies the masks of the chat template and renders it; `data/render/masks.py` makes token
    ids and labels.
 4. `data/tokenize.py` does this in worker processes, counts every record and keeps the rows on disk.
-5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
+5. `data/pipeline.py` hands them to the task, and says in which order they are trained.
 6. `train/exact_batch.py` gets a rank's rows of one optimizer step, `train/micro_batches.py` cuts them.
 
 ## The path of a document
 
-1. `data/ingest/walk.py` finds files; `data/ingest/children.py` forks a bounded child for each.
+1. `data/ingest/children.py` finds files, and forks a bounded child for each.
 2. The child cleans what `data/ingest/extract/document.py` has found, block by block (`data/ingest/reading.py`).
 3. `data/ingest/reading.py` makes rows with their pages; `data/ingest/ingest.py` finds repeated ones, writes the rest.
 
@@ -198,14 +197,14 @@ PATHS = """## The path of a config value
 ## How far a reader walks
 
 `python benchmarks/walks.py` counts the files whose functions run in what a user asks for; `--list` names them. On
-2026-11-28, and before the house was turned (a866ee9): SFT to the end of the first optimizer step 119 (226), a row to
-labels 22 (44), a GRPO reward to the gradient 22 (26), a two-turn episode 24 (39), a plan of QLoRA 40 (86), a page of
-PDF 20 (34).
+2026-11-28, and before the house was turned (a866ee9): SFT to the end of the first optimizer step 103 (226), a row to
+labels 21 (44), a GRPO reward to the gradient 21 (26), a two-turn episode 23 (39), a plan of QLoRA 34 (86), a page of
+PDF 18 (34).
 
-Two more were followed by hand (13 files each). `train.learning_rate` from the YAML to the optimizer, 8 files:
-`commands/train.py`, `config/load.py`, `config/layers.py`, `config/train.py`, `plan/sizing.py`, `plan/decisions.py`,
-`tasks/__init__.py` (the usual rates), `train/train_run.py`. SIGUSR1 in a SLURM job until it is queued again: the 7
-files of its path above but `signals.py`.
+Two more were followed by hand (13 files each). `train.learning_rate` from the YAML to the optimizer, 7 files:
+`commands/train.py`, `config/load.py`, `config/layers.py`, `config/run.py`, `plan/sizing.py`, `tasks/__init__.py` (the
+usual rates), `train/train_run.py`. SIGUSR1 in a SLURM job until it is queued again: the 7 files of its path above but
+`signals.py`.
 """
 
 FOLDERS = """Floors stand in brackets. The first line of a module says what it is: `head -1 sftplay/data/*.py`.

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from sftplay import log
-from sftplay.config.rewards import RewardConfig
+from sftplay.config.data import RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Question
 from sftplay.environments.rollouts import Rollouts, TurnRecord, abstain_where_failed, compute_turn_figures, turn_columns

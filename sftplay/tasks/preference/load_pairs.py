@@ -18,8 +18,14 @@ from sftplay.config.data import DataConfig
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, note_lengths
 from sftplay.data.layouts import read_layout_options
-from sftplay.data.order import training_order
-from sftplay.data.pipeline import describe_rows, digest_files, find_inputs, read_report, refuse_trained_rows
+from sftplay.data.pipeline import (
+    describe_rows,
+    digest_files,
+    find_inputs,
+    read_report,
+    refuse_trained_rows,
+    training_order,
+)
 from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Message, Refused, Source, chat_from_json
 from sftplay.data.render.render import Renderer

@@ -33,9 +33,9 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import attach_adapter
 from sftplay.model.out_of_memory import AdaptiveBatches, free_memory, gather_objects
 from sftplay.model.source import locate
+from sftplay.model.start_point import weights_digests
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import frozen_dtype, open_model
-from sftplay.model.weights_digest import weights_digests
 from sftplay.tasks.preference.shared_prompt import PairCollator, completion_logps, prove
 from sftplay.tasks.preference.spec import KINDS, find_reference_model, uses_reference
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept

@@ -9,7 +9,7 @@ from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.reward.model_reward import find_score_model, open_score_model
 from sftplay.tasks.preference.load_pairs import load_measured
-from sftplay.tasks.reward_model.measuring import measure
+from sftplay.tasks.reward_model.scores import measure
 
 
 def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: int | None, path: Path) -> dict[str, Any]:
