@@ -62,6 +62,11 @@ def format_count(n: float) -> str:
     return f"{n:.3g}"
 
 
+def plural(n: int, noun: str) -> str:
+    """`1 row`, `2,000 rows`."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
 def format_seconds(seconds: float) -> str:
     """`8.4 s`, `3 min 20 s`, `2 h 05 min`."""
     if seconds < 60:

@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 from sftplay import log
 from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.model.tokenizer import shipped_end_ids
+from sftplay.units import plural
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,8 @@ def answer_ids(
             answers[n] = found[:length]
         return part.stop
 
-    if n_whole < len(order):
-        log.say(f"note: {len(order) - n_whole} answers end at the {limit} positions that the model has", "eval")
+    if n_cut := len(order) - n_whole:
+        log.say(f"note: {plural(n_cut, 'answer')} cut at the {limit} positions that the model has", "eval")
     # Prompts of one length share their room: what is answered must not depend on the batch.
     shorter = [list(group) for _, group in groupby(order[n_whole:], key=lambda n: len(prompts[n]))]
     batches, before = AdaptiveBatches(batch_size, "answering"), 0

@@ -32,7 +32,7 @@ from sftplay.train.preflight import first_of_node, has_sharded_weights, wait_for
 from sftplay.train.task import Rows, Task
 from sftplay.train.train_run import TrainResult, TrainRun, describe_capacity, describe_rate, make_setup, write_manifest
 from sftplay.train.upstream import gather_zero3_weights
-from sftplay.units import format_count
+from sftplay.units import format_count, plural
 
 
 def gather_weights(trainer: Any) -> dict[str, dict[str, torch.Tensor]] | None:
@@ -272,7 +272,7 @@ def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> 
     kind += " (unsloth)" if cfg.tuning.backend == "unsloth" else ""
     log.say(
         f"Starting {'new' if train_run.checkpoint is None else 'continued'} {kind} run with "
-        f"{cfg.train.precision} precision on {log.world_size()} process(es): {steps} steps"
+        f"{cfg.train.precision} precision on {log.world_size()} process(es): {plural(steps, 'step')}"
     )
     if steps < 50:  # such a run hardly leaves its warm-up
         log.say(f"note: {steps} steps in all are few to learn from; more epochs, or a smaller effective batch")

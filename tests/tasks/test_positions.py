@@ -60,7 +60,7 @@ def test_answers_end_at_the_last_learned_position_whatever_batch_they_are_in(
     lengths = [4, 20, 9, 23, 14, 20, 4, 14]
     prompts = [[(7 * n + k) % 397 + 3 for k in range(length)] for n, length in enumerate(lengths)]
     found = answer_ids(Generator(model, tokenizer, [2], 12), prompts, batch_size=4)
-    assert "note: 5 answers end at the 24 positions that the model has" in capsys.readouterr().out
+    assert "note: 5 answers cut at the 24 positions that the model has" in capsys.readouterr().out
     for prompt, answer in zip(prompts, found, strict=True):
         most = min(12, 24 - len(prompt))
         asked = torch.tensor([prompt])
