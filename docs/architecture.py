@@ -1,4 +1,4 @@
-"""Write docs/architecture.md and README's picture from the code: floors, folders, modules, who imports whom.
+"""Write docs/architecture.md and README's picture from the code: floors, folders, who imports whom.
 
 `make architecture` runs it; tests/test_structure.py holds the floors and the page by the same tables.
 """
@@ -128,13 +128,13 @@ def picture() -> str:
 
 
 def listing() -> str:
-    """Each folder in a sentence, with its modules; a floor stands where the folder has several."""
+    """Each folder in a sentence; where it has several floors, its modules with theirs."""
     parts: list[str] = []
     for folder in sorted({path.parent for path in MODULES.values()}):
         package = ".".join(folder.relative_to(ROOT).parts)
         modules = [name for name, path in MODULES.items() if path.parent == folder and path.name != "__init__.py"]
         floors = sorted({floor_of(name) for name in modules or [package]})
-        shown = [f"`{MODULES[name].stem}`" + (f" ({floor_of(name)})" if len(floors) > 1 else "") for name in modules]
+        shown = [f"`{MODULES[name].stem}` ({floor_of(name)})" for name in modules if len(floors) > 1]
         about = f"**`{folder.relative_to(ROOT)}/`** ({', '.join(map(str, floors))}) {first_sentence(package)}"
         text = f"{about} Modules: {', '.join(shown)}." if shown else about
         parts.append(textwrap.fill(text, 130, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False))
@@ -145,7 +145,9 @@ INTRODUCTION = """<!-- Written by `make architecture`, held by a test: change do
 # Architecture
 
 Ten floors, from what needs nothing (0) to the command line (9). A module imports only from lower floors, or from its
-own top folder as long as neither modules nor folders import each other in a circle.
+own top folder as long as neither modules nor folders import each other in a circle. README has
+[the picture](../README.md#architecture) of who imports whom. `python benchmarks/walks.py` counts the files whose
+functions run in what a user asks for; `--list` names them.
 """
 
 PATHS = """## The path of a config value
@@ -195,26 +197,16 @@ PATHS = """## The path of a config value
 5. In a SLURM job `launch/slurm/request.py` asks for the signal, `launch/slurm/job.py` passes it on and at
    code 138 has the job queued again.
 
-## How far a reader walks
-
-`python benchmarks/walks.py` counts the files whose functions run in what a user asks for; `--list` names them. On
-2026-11-28, and before the house was turned (a866ee9): SFT to the end of the first optimizer step 119 (226), a row to
-labels 22 (44), a GRPO reward to the gradient 22 (26), a two-turn episode 24 (39), a plan of QLoRA 40 (86), a page of
-PDF 20 (34).
-
-Two more were followed by hand (13 files each). `train.learning_rate` from the YAML to the optimizer, 8 files:
-`commands/train.py`, `config/load.py`, `config/layers.py`, `config/train.py`, `plan/sizing.py`, `plan/decisions.py`,
-`tasks/__init__.py` (the usual rates), `train/train_run.py`. SIGUSR1 in a SLURM job until it is queued again: the 7
-files of its path above but `signals.py`.
 """
 
-FOLDERS = """Floors stand in brackets. The first line of a module says what it is: `head -1 sftplay/data/*.py`.
+FOLDERS = """Floors stand in brackets, at each module where a folder has several. The first line of a module says what it is:
+`head -1 sftplay/data/*.py`.
 """
 
 
 def page() -> str:
     """The whole text of docs/architecture.md."""
-    return f"{INTRODUCTION}\n{picture()}\n\n{PATHS}\n## Folders and modules\n\n{FOLDERS}\n{listing()}\n"
+    return f"{INTRODUCTION}\n{PATHS}## Folders and modules\n\n{FOLDERS}\n{listing()}\n"
 
 
 def readme() -> str:
