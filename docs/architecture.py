@@ -1,4 +1,4 @@
-"""Write docs/architecture.md and README's picture from the code: floors, folders, who imports whom.
+"""Write docs/architecture.md and README's picture: the floors, the paths of values and signals, who imports whom.
 
 `make architecture` runs it; tests/test_structure.py holds the floors and the page by the same tables.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -100,12 +99,6 @@ def subject_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def first_sentence(module: str) -> str:
-    """What a module says it is: its docstring up to the end of the first paragraph."""
-    text = ast.get_docstring(ast.parse(MODULES[module].read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split())
-
-
 def picture() -> str:
     """The subjects and who imports whom, as Mermaid; an arrow that others imply is left out."""
     names = sorted({subject_of(name) for name in MODULES if MODULES[name].parent.name != "sftplay"})
@@ -128,17 +121,11 @@ def picture() -> str:
 
 
 def listing() -> str:
-    """Each folder in a sentence; where it has several floors, its modules with theirs."""
-    parts: list[str] = []
-    for folder in sorted({path.parent for path in MODULES.values()}):
-        package = ".".join(folder.relative_to(ROOT).parts)
-        modules = [name for name, path in MODULES.items() if path.parent == folder and path.name != "__init__.py"]
-        floors = sorted({floor_of(name) for name in modules or [package]})
-        shown = [f"`{MODULES[name].stem}` ({floor_of(name)})" for name in modules if len(floors) > 1]
-        about = f"**`{folder.relative_to(ROOT)}/`** ({', '.join(map(str, floors))}) {first_sentence(package)}"
-        text = f"{about} Modules: {', '.join(shown)}." if shown else about
-        parts.append(textwrap.fill(text, 130, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False))
-    return "\n".join(parts)
+    """The floors, from the highest, as a table."""
+    rows = [
+        f"| {floor} | {', '.join(f'`{name}`' for name in names)} |" for floor, names in sorted(FLOORS.items())[::-1]
+    ]
+    return "\n".join(["| floor | modules |", "| --- | --- |", *rows])
 
 
 INTRODUCTION = """<!-- Written by `make architecture`, held by a test: change docs/architecture.py or docstrings. -->
@@ -199,14 +186,14 @@ PATHS = """## The path of a config value
 
 """
 
-FOLDERS = """Floors stand in brackets, at each module where a folder has several. The first line of a module says what it is:
-`head -1 sftplay/data/*.py`.
+FOLDERS = """A module stands on the floor of the longest name here that it begins with. The first line of a folder's
+`__init__.py` and of a module says what it is: `head -1 sftplay/data/*.py`. README's table says where to begin.
 """
 
 
 def page() -> str:
     """The whole text of docs/architecture.md."""
-    return f"{INTRODUCTION}\n{PATHS}## Folders and modules\n\n{FOLDERS}\n{listing()}\n"
+    return f"{INTRODUCTION}\n{PATHS}## The floors\n\n{FOLDERS}\n{listing()}\n"
 
 
 def readme() -> str:
