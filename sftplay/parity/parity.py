@@ -26,10 +26,10 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.source import ADAPTER_CONFIG
 from sftplay.model.start_point import digest_result
-from sftplay.parity import causes
-from sftplay.parity.by_transformers import READ_ERRORS
+from sftplay.parity import by_vllm, causes
+from sftplay.parity.by_transformers import READ_ERRORS, answer_all
+from sftplay.parity.by_vllm import Server, find_server
 from sftplay.parity.causes import Load, Tensors, find_altered_tensors
-from sftplay.parity.client import Server, find_server
 from sftplay.parity.compare import BOUNDS, LOOSEST, Comparison, compare, find_change
 from sftplay.parity.engine import EngineReply, Question
 from sftplay.parity.questions import choose_questions
@@ -219,8 +219,6 @@ class ParityCheck:
             return self._ask_server(questions, self.server)
         assert served is not None
         if request.engine == "transformers":
-            from sftplay.parity.by_transformers import answer_all
-
             # The end of a turn belongs to the adapter's tokenizer; its base need not know it.
             ends = self.renderer.end_token_ids if self.against == "adapter" else ()
             return answer_all(
@@ -230,15 +228,13 @@ class ParityCheck:
             from sftplay.parity.by_llama_cpp import answer_all as answer_by_llama_cpp
 
             return answer_by_llama_cpp(served, questions, max_new_tokens=request.max_new_tokens), None
-        from sftplay.parity.by_vllm import answer_all as answer_by_vllm
-
         adapter = served if self.against == "adapter" else None
         if adapter and self._explain_mounting():
             find_lora_rank(adapter)  # its refusals come first
             raise RunError("vLLM was not started, since it would leave modules of the adapter out")
         base = Path(self._served_base)
         folder = served if not adapter else base if base.is_dir() else base_folder(self.cfg, self.folder)
-        return answer_by_vllm(
+        return by_vllm.answer_all(
             folder, questions, max_new_tokens=request.max_new_tokens, adapter=adapter, tokenizer=self.tokenizer,
             log_file=(self.folder.logs / "parity-vllm.log").resolve(), trusts_code=self.trusts_code,
             has_gpu=request.has_gpu,
