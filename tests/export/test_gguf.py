@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, GPT2LMHeadMod
 from sftplay.errors import ConfigError, RunError
 from sftplay.parity import by_llama_cpp
 from sftplay.parity.engine import Question
-from sftplay.parity.texts import make_texts
+from sftplay.parity.gguf_check import make_texts
 
 gguf = pytest.importorskip("gguf", reason="needs make install EXTRAS=gguf")
 pytest.importorskip("xllamacpp", reason="needs make install EXTRAS=gguf")
