@@ -32,7 +32,7 @@ from sftplay.places import find_vllm_python
 from sftplay.report.figures import format_figure
 from sftplay.report.run_files import RunFiles
 from sftplay.sandbox import pool
-from sftplay.sandbox.choose import SAFE, find_problem
+from sftplay.sandbox.pool import SAFE, find_problem
 
 INSTALLED = find_spec("lm_eval") is not None
 pytestmark = [
