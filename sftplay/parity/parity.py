@@ -21,7 +21,7 @@ from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export.adapter_names import WEIGHTS, find_mounted, rename_for_vllm, served_class
 from sftplay.export.merge import RECORD, adapter_digest, find_adapter, find_base, find_base_file, load_unquantised
 from sftplay.export.serve import base_folder
-from sftplay.export.vllm_command import find_lora_rank
+from sftplay.export.server import find_lora_rank
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.source import ADAPTER_CONFIG
