@@ -16,8 +16,8 @@ from sftplay.config.data import RewardConfig
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError
-from sftplay.reward.check import Case, check_before_training, check_reward
 from sftplay.reward.reward_set import RewardSet, RewardWorker
+from sftplay.runs.reward_check import Case, check_before_training, check_reward
 from sftplay.sandbox.pool import SAFE, find_problem
 
 ROOT = Path(__file__).resolve().parents[2]
