@@ -30,10 +30,9 @@ from sftplay.parity import by_vllm, causes
 from sftplay.parity.by_transformers import READ_ERRORS, answer_all
 from sftplay.parity.by_vllm import Server, find_server
 from sftplay.parity.causes import Load, Tensors, find_altered_tensors
-from sftplay.parity.compare import BOUNDS, LOOSEST, Comparison, compare, find_change
+from sftplay.parity.compare import BOUNDS, LOOSEST, Comparison, Reference, compare, find_change
 from sftplay.parity.engine import EngineReply, Question
 from sftplay.parity.questions import choose_questions
-from sftplay.parity.reference import Reference
 from sftplay.parity.results import find_gguf_files, keep_result
 
 Engine = Literal["transformers", "vllm", "llama.cpp"]
