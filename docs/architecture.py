@@ -152,7 +152,7 @@ PATHS = """## The path of a config value
 1. `commands/train.py` calls `config/load.py`. `config/layers.py` lays file, includes and command line over each other,
    and remembers where every value was written.
 2. `config/run.py` types it, with `config/cluster.py`, `config/data.py` and the
-   module `section` of each task. `config/rules.py` has rules of several sections, `config/problems.py` shows problems.
+   module `section` of each task. `config/load.py` also has the rules between keys, `config/problems.py` shows problems.
 3. `plan/sizing.py` replaces every `auto` by a value with its reason.
 4. `config/resolved.py` writes all of it into the run folder with origins. Every rank reads that file.
 

@@ -8,8 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftplay import log
-from sftplay.config.load import load_config
-from sftplay.config.rules import check_rules, notes
+from sftplay.config.load import check_rules, load_config, notes
 from sftplay.config.section import find_spec
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.runs.inputs import load_checked

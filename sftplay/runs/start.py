@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.layers import RESOLVED
-from sftplay.config.load import load_config
+from sftplay.config.load import load_config, notes
 from sftplay.config.resolved import dump_resolved, flow
-from sftplay.config.rules import notes
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.launch.checkpoints import newest_complete
