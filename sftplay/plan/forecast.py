@@ -625,7 +625,7 @@ class Hardware:
 def on_device(setup: MemorySetup, shape: ModelShape, *, device: Device) -> MemorySetup:
     """Return the setup as it runs on that device.
 
-    From capability 8.0 on, padded rows of a plain decoder in 16 bits need no mask (`train.isolation`).
+    From capability 8.0 on, padded rows of a plain decoder in 16 bits need no mask (`train.micro_batches`).
     """
     here = replace(setup, workspace_bytes=workspace_bytes(device.capability))
     if not device.is_gpu:
