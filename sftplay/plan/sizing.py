@@ -208,7 +208,7 @@ class SizedRun:
 
 
 class TaskSizing:
-    """A task while a run is sized. Its `plan.py` holds one as PLAN, where it differs."""
+    """A task while a run is sized, here as sft answers. Its `plan.py` holds one as PLAN, where it differs."""
 
     splits_by_strategy = True
     """Whether `cluster.strategy` alone splits the model over the processes."""
