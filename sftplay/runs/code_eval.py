@@ -19,6 +19,7 @@ from sftplay.atomic import read_object, write_text
 from sftplay.config.load import load_config
 from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
+from sftplay.data.records import Message
 from sftplay.errors import ConfigError, RunError, SftplayError, error_from_json
 from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.processes import end_launch
@@ -139,7 +140,6 @@ def answer_share(subject: Subject, questions: Questions, *, rank: int = 0, world
     Random numbers belong to an answer's number, so that they do not depend on the number of processes.
     """
     prepare_environment(subject.cfg)
-    from sftplay.data.records import Message
     from sftplay.generate.generate import Generator, Sampling, answer_all
 
     cfg = subject.cfg
