@@ -151,8 +151,8 @@ PATHS = """## The path of a config value
 
 1. `commands/train.py` calls `config/load.py`. `config/layers.py` lays file, includes and command line over each other,
    and remembers where every value was written.
-2. `config/run.py` types it, with `config/cluster.py`, `config/data.py` and the
-   module `section` of each task. `config/load.py` also has the rules between keys, `config/problems.py` shows problems.
+2. `config/run.py` types it, with `config/cluster.py`, `config/data.py` and the module `section` of each task. The rules
+   between keys are in `config/load.py` too, and `config/problems.py` shows problems.
 3. `plan/sizing.py` replaces every `auto` by a value with its reason.
 4. `config/resolved.py` writes all of it into the run folder with origins. Every rank reads that file.
 
@@ -197,14 +197,14 @@ PATHS = """## The path of a config value
 ## How far a reader walks
 
 `python benchmarks/walks.py` counts the files whose functions run in what a user asks for; `--list` names them. On
-2026-11-28, and before the house was turned (a866ee9): SFT to the end of the first optimizer step 119 (226), a row to
-labels 22 (44), a GRPO reward to the gradient 22 (26), a two-turn episode 24 (39), a plan of QLoRA 40 (86), a page of
-PDF 20 (34).
+2026-11-28, and before the house was turned (a866ee9): SFT to the end of the first optimizer step 103 (226), a row to
+labels 21 (44), a GRPO reward to the gradient 21 (26), a two-turn episode 23 (39), a plan of QLoRA 34 (86), a page of
+PDF 18 (34).
 
 Two more were followed by hand (13 files each). `train.learning_rate` from the YAML to the optimizer, 7 files:
-`commands/train.py`, `config/load.py`, `config/layers.py`, `config/run.py`, `plan/sizing.py`,
-`tasks/__init__.py` (the usual rates), `train/train_run.py`. SIGUSR1 in a SLURM job until it is queued again: the 7
-files of its path above but `signals.py`.
+`commands/train.py`, `config/load.py`, `config/layers.py`, `config/run.py`, `plan/sizing.py`, `tasks/__init__.py` (the
+usual rates), `train/train_run.py`. SIGUSR1 in a SLURM job until it is queued again: the 7 files of its path above but
+`signals.py`.
 """
 
 FOLDERS = """Floors stand in brackets. The first line of a module says what it is: `head -1 sftplay/data/*.py`.
