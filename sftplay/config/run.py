@@ -1,6 +1,6 @@
 """The config of a run, typed and frozen: the sections model, tuning, train and logging, and all others put together.
 
-A string under each field is the manual. Only single values are checked here, rules between them in `rules`.
+A string under each field is the manual. Only single values are checked here, rules between them in `load`.
 """
 
 from __future__ import annotations

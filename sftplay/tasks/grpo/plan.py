@@ -377,7 +377,7 @@ def count_together(cfg: RunConfig) -> int:
 
 def keeps_groups(cfg: RunConfig) -> bool:
     """Return whether a micro-batch surely holds the completions of few prompts: it is asked for, and the micro-batches
-    of a step can be ordered (`length_order.depends_on_cut`)."""
+    of a step can be ordered (`shared_groups.depends_on_cut`)."""
     grpo = cfg.grpo
     is_free = grpo.loss_type != "bnpo" and grpo.top_entropy_quantile == 1 and not grpo.entropy_coef and not grpo.extra
     return grpo.share_prompts is True and is_free and grpo.steps_per_generation == 1
