@@ -26,10 +26,9 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.source import ADAPTER_CONFIG
 from sftplay.model.start_point import digest_result
-from sftplay.parity import causes
+from sftplay.parity import by_vllm, causes
 from sftplay.parity.by_transformers import READ_ERRORS, answer_all
 from sftplay.parity.by_vllm import Server, find_server
-from sftplay.parity.by_vllm import answer_all as answer_by_vllm
 from sftplay.parity.causes import Load, Tensors, find_altered_tensors
 from sftplay.parity.compare import BOUNDS, LOOSEST, Comparison, Reference, compare, find_change
 from sftplay.parity.engine import EngineReply, Question
@@ -234,7 +233,7 @@ class ParityCheck:
             raise RunError("vLLM was not started, since it would leave modules of the adapter out")
         base = Path(self._served_base)
         folder = served if not adapter else base if base.is_dir() else base_folder(self.cfg, self.folder)
-        return answer_by_vllm(
+        return by_vllm.answer_all(
             folder, questions, max_new_tokens=request.max_new_tokens, adapter=adapter, tokenizer=self.tokenizer,
             log_file=(self.folder.logs / "parity-vllm.log").resolve(), trusts_code=self.trusts_code,
             has_gpu=request.has_gpu,
