@@ -39,8 +39,7 @@ from sftplay.errors import SftplayError  # noqa: E402
 from sftplay.machine.probe import Machine, probe  # noqa: E402
 from sftplay.plan.find_shape import find_shape, read_table  # noqa: E402
 from sftplay.plan.forecast import RUNTIME, Forecast, forecast  # noqa: E402
-from sftplay.plan.sizing import PLATEAU_TOKENS, size_run  # noqa: E402
-from sftplay.plan.task_sizing import SizedRun  # noqa: E402
+from sftplay.plan.sizing import PLATEAU_TOKENS, SizedRun, size_run  # noqa: E402
 from sftplay.runs.memory_probe import ProbeTarget, run_probe, size_by_probe  # noqa: E402
 
 TINY = "tiny"

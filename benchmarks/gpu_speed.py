@@ -50,8 +50,7 @@ from sftplay.plan.devices import find_card
 from sftplay.plan.find_shape import find_shape, read_table
 from sftplay.plan.flops import model_flops
 from sftplay.plan.memory_setup import read_memory_setup
-from sftplay.plan.sizing import size_run
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.tasks.probe_step import synthetic_rows
 from sftplay.tasks.sft import task as sft
 from sftplay.train.exact_batch import StepSetup

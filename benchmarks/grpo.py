@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.overhead import cpu_name
 from sftplay.config.load import load_resolved
-from sftplay.data.order import training_order
+from sftplay.data.pipeline import training_order
 from sftplay.machine.probe import probe
 
 ROOT = Path(__file__).resolve().parents[1]

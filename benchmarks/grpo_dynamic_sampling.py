@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Questions
-from sftplay.data.order import training_order
+from sftplay.data.pipeline import training_order
 from sftplay.model.recomputation import recomputation_arguments
 from sftplay.reward.reward_set import RewardSet
 from sftplay.tasks.grpo.sampling import PromptRows

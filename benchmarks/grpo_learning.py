@@ -15,8 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from sftplay.tasks.grpo.length_order import trim_padding
-from sftplay.tasks.grpo.shared_groups import proves_equal, score_groups
+from sftplay.tasks.grpo.shared_groups import proves_equal, score_groups, trim_padding
 from sftplay.train.shared_prompt import teach_attention, unwrap
 from sftplay.train.upstream import fitted_tiles
 

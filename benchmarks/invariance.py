@@ -36,7 +36,7 @@ SPREAD = 0.06
 
 RATES = {"full": 0.02, "lora": 0.1, "qlora": 0.1}
 """For plain gradient descent without clipping: AdamW makes of a gradient's last bits a share of the rate, and such
-steps add up; and FSDP clips by torch's norm, which on a CPU is up to 5e-4 too small (`train/gradients.py`)."""
+steps add up; and FSDP clips by torch's norm, which on a CPU is up to 5e-4 too small (`train/exact_batch.py`)."""
 
 SCALES: dict[str, float] = {}
 """What the rate of a task is multiplied with."""

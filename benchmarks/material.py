@@ -25,7 +25,7 @@ TEMPLATE = (
 
 def make_rows(source: Path, work: Path, count: int) -> list[str]:
     """Write `source.jsonl` (as found) and `rows.jsonl` (in our training order); every text for the tokenizer."""
-    from sftplay.data.order import training_order
+    from sftplay.data.pipeline import training_order
 
     if not source.is_file():
         raise SystemExit(f"no rows at {source}\n  fix: give a JSON array of instruction/input/output with --rows-file")

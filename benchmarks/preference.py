@@ -64,7 +64,7 @@ def parse_options() -> argparse.Namespace:
 
 def make_pairs(options: argparse.Namespace, work: Path) -> list[dict]:
     """Write `source.jsonl` (as made) and `rows.jsonl` (in our training order) of pairs; return the pairs."""
-    from sftplay.data.order import training_order
+    from sftplay.data.pipeline import training_order
 
     if not options.rows_file.is_file():
         raise SystemExit(f"no rows at {options.rows_file}\n  fix: give a JSON array of instruction/output: --rows-file")

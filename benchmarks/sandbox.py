@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sftplay.sandbox.boxes.executors import PlainProcess, interpreter
 from sftplay.sandbox.boxes.job import Job
 from sftplay.sandbox.boxes.judge import judge
-from sftplay.sandbox.choose import SAFE, WARM, find_problem
+from sftplay.sandbox.pool import SAFE, WARM, find_problem
 
 CODE = "import re, math, collections\ndef f(x):\n    return math.prod(range(1, x + 1)) + {n}"
 

@@ -1,4 +1,4 @@
-"""Write docs/architecture.md and README's picture from the code: floors, folders, modules, who imports whom.
+"""Write docs/architecture.md and README's picture: the floors, the paths of values and signals, who imports whom.
 
 `make architecture` runs it; tests/test_structure.py holds the floors and the page by the same tables.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -37,7 +36,6 @@ FLOORS = {
         "config",
         "machine",
         "data.records",
-        "data.order",
         "sandbox",
         "data.problem",
     ],
@@ -100,12 +98,6 @@ def subject_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def first_sentence(module: str) -> str:
-    """What a module says it is: its docstring up to the end of the first paragraph."""
-    text = ast.get_docstring(ast.parse(MODULES[module].read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split())
-
-
 def picture() -> str:
     """The subjects and who imports whom, as Mermaid; an arrow that others imply is left out."""
     names = sorted({subject_of(name) for name in MODULES if MODULES[name].parent.name != "sftplay"})
@@ -128,39 +120,35 @@ def picture() -> str:
 
 
 def listing() -> str:
-    """Each folder in a sentence, with its modules; a floor stands where the folder has several."""
-    parts: list[str] = []
-    for folder in sorted({path.parent for path in MODULES.values()}):
-        package = ".".join(folder.relative_to(ROOT).parts)
-        modules = [name for name, path in MODULES.items() if path.parent == folder and path.name != "__init__.py"]
-        floors = sorted({floor_of(name) for name in modules or [package]})
-        shown = [f"`{MODULES[name].stem}`" + (f" ({floor_of(name)})" if len(floors) > 1 else "") for name in modules]
-        about = f"**`{folder.relative_to(ROOT)}/`** ({', '.join(map(str, floors))}) {first_sentence(package)}"
-        text = f"{about} Modules: {', '.join(shown)}." if shown else about
-        parts.append(textwrap.fill(text, 130, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False))
-    return "\n".join(parts)
+    """The floors, from the highest, as a table."""
+    rows = [
+        f"| {floor} | {', '.join(f'`{name}`' for name in names)} |" for floor, names in sorted(FLOORS.items())[::-1]
+    ]
+    return "\n".join(["| floor | modules |", "| --- | --- |", *rows])
 
 
 INTRODUCTION = """<!-- Written by `make architecture`, held by a test: change docs/architecture.py or docstrings. -->
 # Architecture
 
 Ten floors, from what needs nothing (0) to the command line (9). A module imports only from lower floors, or from its
-own top folder as long as neither modules nor folders import each other in a circle.
+own top folder as long as neither modules nor folders import each other in a circle. README has
+[the picture](../README.md#architecture) of who imports whom. `python benchmarks/walks.py` counts the files whose
+functions run in what a user asks for; `--list` names them.
 """
 
 PATHS = """## The path of a config value
 
 1. `commands/train.py` calls `config/load.py`. `config/layers.py` lays file, includes and command line over each other,
    and remembers where every value was written.
-2. `config/run.py` types it, with `config/data.py`, `config/train.py`, `config/cluster.py`, `config/rewards.py` and the
-   module `section` of each task. `config/rules.py` has rules of several sections, `config/problems.py` shows problems.
+2. `config/run.py` types it, with `config/cluster.py`, `config/data.py` and the module `section` of each task. The rules
+   between keys are in `config/load.py` too, and `config/problems.py` shows problems.
 3. `plan/sizing.py` replaces every `auto` by a value with its reason.
 4. `config/resolved.py` writes all of it into the run folder with origins. Every rank reads that file.
 
 ## The path of a task
 
 1. `tasks/__init__.py` is the table: `cfg.task` is the row of the config's task, with the facts that the trunk asks.
-2. `config/section.py` finds the task's rules in its module `spec`; `plan/task_sizing.py` and `plan/report.py` find its
+2. `config/section.py` finds the task's rules in its module `spec`; `plan/sizing.py` and `plan/report.py` find its
    answers in its module `plan`, else take those of sft.
 3. In each process `tasks/worker.py` finds the module `task`, and `train/run_task.py` calls its functions in order.
 
@@ -168,15 +156,15 @@ PATHS = """## The path of a config value
 
 1. `data/read.py` finds files and yields raw rows with their place.
 2. `data/layouts.py` turns a row into a canonical record of `data/records.py`, or says why it cannot.
-3. `data/render/render.py` verifies the masks of the chat template and renders it; `data/render/labels.py` makes token
+3. `data/render/render.py` verifies the masks of the chat template and renders it; `data/render/masks.py` makes token
    ids and labels.
 4. `data/tokenize.py` does this in worker processes, counts every record and keeps the rows on disk.
-5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
+5. `data/pipeline.py` hands them to the task, and says in which order they are trained.
 6. `train/exact_batch.py` gets a rank's rows of one optimizer step, `train/micro_batches.py` cuts them.
 
 ## The path of a document
 
-1. `data/ingest/walk.py` finds files; `data/ingest/children.py` forks a bounded child for each.
+1. `data/ingest/children.py` finds files, and forks a bounded child for each.
 2. The child cleans what `data/ingest/extract/document.py` has found, block by block (`data/ingest/reading.py`).
 3. `data/ingest/reading.py` makes rows with their pages; `data/ingest/ingest.py` finds repeated ones, writes the rest.
 
@@ -195,26 +183,16 @@ PATHS = """## The path of a config value
 5. In a SLURM job `launch/slurm/request.py` asks for the signal, `launch/slurm/job.py` passes it on and at
    code 138 has the job queued again.
 
-## How far a reader walks
-
-`python benchmarks/walks.py` counts the files whose functions run in what a user asks for; `--list` names them. On
-2026-11-28, and before the house was turned (a866ee9): SFT to the end of the first optimizer step 119 (226), a row to
-labels 22 (44), a GRPO reward to the gradient 22 (26), a two-turn episode 24 (39), a plan of QLoRA 40 (86), a page of
-PDF 20 (34).
-
-Two more were followed by hand (13 files each). `train.learning_rate` from the YAML to the optimizer, 8 files:
-`commands/train.py`, `config/load.py`, `config/layers.py`, `config/train.py`, `plan/sizing.py`, `plan/decisions.py`,
-`tasks/__init__.py` (the usual rates), `train/train_run.py`. SIGUSR1 in a SLURM job until it is queued again: the 7
-files of its path above but `signals.py`.
 """
 
-FOLDERS = """Floors stand in brackets. The first line of a module says what it is: `head -1 sftplay/data/*.py`.
+FOLDERS = """A module stands on the floor of the longest name here that it begins with. The first line of a folder's
+`__init__.py` and of a module says what it is: `head -1 sftplay/data/*.py`. README's table says where to begin.
 """
 
 
 def page() -> str:
     """The whole text of docs/architecture.md."""
-    return f"{INTRODUCTION}\n{picture()}\n\n{PATHS}\n## Folders and modules\n\n{FOLDERS}\n{listing()}\n"
+    return f"{INTRODUCTION}\n{PATHS}## The floors\n\n{FOLDERS}\n{listing()}\n"
 
 
 def readme() -> str:

@@ -138,24 +138,18 @@ HEAD = """\
 
 A LoRA names the modules of the class it was trained on. Where an engine serves another class (`architectures` in the
 base's config.json), the names can miss: vLLM then mounts nothing, logs it at its debug level only, and answers as the
-base (vllm#34186, #48019, #49354, #34591). `make export` looks every name up first:
-
-- `adapter/` is as trained, for PEFT on the class that `AutoModelForCausalLM` opens. A pattern in `target_modules`
-  becomes a list, since SGLang takes lists only.
-- `{folder}/` is written where vLLM needs other names; SGLang takes either, since it goes by the number of the
-  layer and the last part of a name.
-- What an engine cannot mount is said by name, with what helps; the merged model in the same export serves.
+base (vllm#34186, #48019, #49354, #34591). `make export` looks every name up first: `adapter/` is as trained, for PEFT
+on the class that `AutoModelForCausalLM` opens, with a pattern in `target_modules` as a list, since SGLang takes lists
+only. `{folder}/` is written where vLLM needs other names; SGLang takes either, since it goes by the number of
+the layer and the last part of a name. What an engine cannot mount is said by name; the merged model serves.
 
 The table is for the kit's adapter on every linear layer of the text (`target_modules: auto`) of 2 to 4 layers, from
-transformers' config classes alone. PEFT was asked itself; vLLM {vllm} by building its classes; SGLang {sglang}
-was read, not run. "merged: vLLM" was held by loading the saved names into vLLM's class. `qwen3_vl`, `qwen3_vl_moe` and
-`mistral3` have no class that `AutoModelForCausalLM` opens, so that the kit does not train them; their rows are for
-adapters of the image-text class.
+transformers' config classes alone. PEFT was asked itself; vLLM {vllm} by building its classes and loading the saved
+names; SGLang {sglang} was read, not run. The kit does not train `qwen3_vl`, `qwen3_vl_moe` and `mistral3`, which no
+class that `AutoModelForCausalLM` opens has; their rows are for adapters of the image-text class.
 
 """
 TAIL = """
-## Experts
-
 transformers 5 keeps the experts of a layer in one tensor. PEFT 0.21 trains them as parameters on `qwen3_moe`,
 `glm4_moe`, `olmoe` and `mixtral` (with the router), and passes them over on `gpt_oss`, `qwen3_5_moe` and
 `qwen3_vl_moe`. Either is said before training, with its size, and so is a full copy by `modules_to_save`.

@@ -54,7 +54,7 @@ VERBS = {
     "merge": ("export.merge", "merge a run's adapter into its full-precision base"),
     "merge-test": ("export.merge_test", "compare a merged model with the adapter it came from"),
     "export": ("export.export", "write a run's model as a folder that stands alone, or as GGUF files"),
-    "parity": ("parity.parity", "hold what an engine serves against the trained model"),
+    "parity": ("export.parity", "hold what an engine serves against the trained model"),
     "serve": ("export.serve", "answer OpenAI clients on this machine with a run's model"),
     "report": ("report.report", "write report.html of a run, or one page of several"),
     "compare": ("report.compare", "two runs side by side"),

@@ -8,7 +8,6 @@ GIB = 2**30
 
 _FACTORS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": GIB, "tib": 2**40}
 _FACTORS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
@@ -62,11 +61,14 @@ def format_count(n: float) -> str:
     return f"{n:.3g}"
 
 
+def plural(n: int, noun: str) -> str:
+    """`1 row`, `2,000 rows`."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
 def format_seconds(seconds: float) -> str:
     """`8.4 s`, `3 min 20 s`, `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

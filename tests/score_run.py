@@ -9,7 +9,7 @@ from typing import Any
 from processes import HANG_S
 from small_run import Inputs
 
-from sftplay.model.toys import DigitsRecipe, make_digits
+from sftplay.model.builtin import DigitsRecipe, make_digits
 
 PROMPTS = {
     "solve": "{problem}",

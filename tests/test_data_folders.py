@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sftplay.model.toys import ALPHABET, StepsRecipe
+from sftplay.model.builtin import ALPHABET, StepsRecipe
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 

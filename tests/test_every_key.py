@@ -30,7 +30,7 @@ from sftplay.config.keys import all_keys, differences, values_that_decide_weight
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.data.mixture.load import MixtureRows, load_mixture
-from sftplay.data.order import training_order
+from sftplay.data.pipeline import training_order
 from sftplay.errors import DataError
 from sftplay.evaluate.perplexity import Document, HeldOut, measure_sources
 from sftplay.launch.command import Launch, Scale

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.errors import DataError, nearest_names
-from sftplay.plan.memory import Strategy
+from sftplay.plan.forecast import Strategy
 from sftplay.plan.memory_setup import Attention, Optimizer
 
 COLUMNS = (

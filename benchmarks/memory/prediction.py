@@ -8,8 +8,7 @@ from benchmarks.memory.harnesses import GENERIC, HARNESSES, NAMES, PEFT_TARGETS,
 from benchmarks.memory.measured_rows import MeasuredRow, NotModelledError
 from sftplay.plan.devices import find_card
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.forecast import Device, runtime_bytes
-from sftplay.plan.memory import Footprint, Size, estimate, find_share, standing_bytes
+from sftplay.plan.forecast import Device, Footprint, Size, estimate, find_share, runtime_bytes, standing_bytes
 from sftplay.plan.memory_setup import Adapter, MemorySetup
 from sftplay.plan.shape import ModelShape
 from sftplay.units import GIB

@@ -19,8 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sftplay.atomic import write_text
 from sftplay.data.render.templates import CHATML
-from sftplay.model.builtin import MANIFEST
-from sftplay.model.toys import make_llama, save_model
+from sftplay.model.builtin import MANIFEST, make_llama, save_model
 
 PRACTICE = "practice.txt"
 

@@ -8,10 +8,10 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftplay import log
-from sftplay.config.load import load_config
-from sftplay.config.rules import check_rules, notes
+from sftplay.config.load import check_rules, load_config, notes
 from sftplay.config.section import find_spec
 from sftplay.errors import ConfigError, ConfigErrors
+from sftplay.places import shipped
 from sftplay.runs.inputs import load_checked
 
 
@@ -33,8 +33,6 @@ def validate(args: Namespace) -> int:
 def manual(args: Namespace) -> int:
     """`manual`: docs/config.md; `schema`: the JSON schema of the whole config, or of what the verbs print."""
     if getattr(args, "verbs", False):
-        from sftplay.places import shipped
-
         print(shipped("configs/verbs.schema.json").read_text(encoding="utf-8"), end="")
         return 0
     from sftplay.config.manual import manual_text, schema_text

@@ -19,6 +19,7 @@ from sftplay.model.libraries import unneeded_for_rows
 from sftplay.model.start_point import resolve_names
 from sftplay.runs.inputs import load_checked, needs_no_hub
 from sftplay.startup import leave_out
+from sftplay.units import plural
 
 
 def load_texts(args: Namespace) -> RunConfig:
@@ -82,7 +83,7 @@ def render(args: Namespace) -> int:
     tokenizer = examples.renderer.tokenizer
     if args.out is not None:
         count = write_rendered(examples, Path(args.out))
-        log.say(f"{count:,} rows in {Path(args.out)}", "render")
+        log.say(f"{plural(count, 'row')} in {Path(args.out)}", "render")
         if args.json:
             print(json.dumps({"out": str(Path(args.out)), "rows": count}))
         return 0

@@ -132,8 +132,7 @@ def _serving(
     from sftplay.export.server import build_server
     from sftplay.machine.ports import HOST, free_port
     from sftplay.machine.probe import find_gpus
-    from sftplay.parity.by_vllm import started
-    from sftplay.parity.client import call
+    from sftplay.parity.by_vllm import call, started
 
     port = free_port(0)
     url = f"http://{HOST}:{port}"

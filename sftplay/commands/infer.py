@@ -20,6 +20,7 @@ from sftplay.generate.partial_answers import PartialAnswers, fingerprint_run
 from sftplay.generate.prompts import PromptFile
 from sftplay.launch.run_folder import RunFolder
 from sftplay.runs.finished_run import load_renderer, open_run, prepare_environment
+from sftplay.units import plural
 
 
 def infer(args: Namespace) -> int:
@@ -124,7 +125,7 @@ def infer_batch(args: Namespace) -> int:
         from sftplay.generate.batch import write_answered
 
         write_answered(questions, partial, out=out, batch_size=cfg.eval.batch_size)
-    log.say(f"{n} answers in {out}", "infer")
+    log.say(f"{plural(n, 'answer')} in {out}", "infer")
     if args.json:
         print(json.dumps({"answers": n, "kept": n_kept, "out": str(out)}))
     return 0
@@ -158,7 +159,7 @@ def _answer_file(
     try:
         answer_rest(answer, renderer, questions=questions, batch_size=batch_size, partial=partial, total=n)
     except KeyboardInterrupt:
-        log.say(f"stopped; {partial.n_answers} answers are kept, the same command continues from there", "infer")
+        log.say(f"stopped; {plural(partial.n_answers, 'answer')} kept, the same command continues from there", "infer")
         raise
 
 

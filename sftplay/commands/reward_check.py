@@ -40,9 +40,8 @@ def reward_check(args: Namespace) -> int:
         return _recheck(args)
     cfg = _expect_rewards(load_checked(args.config, args.overrides, asks_hub=False), args)  # no model answers here
     from sftplay.environments.processes import open_single_turns
-    from sftplay.reward.check import check_rewards, make_error
     from sftplay.reward.reward_set import RewardSet
-    from sftplay.runs.reward_check import check_solutions, read_cases
+    from sftplay.runs.reward_check import check_rewards, check_solutions, make_error, read_cases
 
     cases = read_cases(cfg, args.n or 32)
     with RewardSet(cfg) as rewards, open_single_turns(cfg) as single_turns:

@@ -80,7 +80,7 @@ def read_jobs(source: TextIO, *, timeout_s: float, name: str) -> Iterator[Job]:
 def self_test(args: Namespace) -> int:
     """`sandbox --self-test`: every attack on every executor that is here; code 5 where one gets through."""
     from sftplay.sandbox.attacks.suite import Row, format_list, read_attacks, run_attacks
-    from sftplay.sandbox.choose import SAFE, WARM, choose_executor, find_problem
+    from sftplay.sandbox.pool import SAFE, WARM, choose_executor, find_problem
 
     if args.executor == "none":
         raise ConfigError("has no box to test", where="--executor none", fix="leave --executor out")

@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from sftplay import log
@@ -52,12 +53,10 @@ def watch(args: Namespace, show: Callable[[], None]) -> int:
     if not args.watch:
         show()
         return 0
-    try:
+    with suppress(KeyboardInterrupt):
         while (screen := log.own_screen()) is None or screen.is_read:
             if sys.stdout.isatty():
                 sys.stdout.write("\x1b[H\x1b[J")  # the cursor goes to the top left corner, the terminal is cleared
             show()
             time.sleep(PAUSE_S)
-    except KeyboardInterrupt:
-        pass
     return 0

@@ -13,6 +13,7 @@ from sftplay.config.load import load_config
 from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, SftplayError
+from sftplay.launch.command import ADDRESS
 from sftplay.launch.run_folder import RunFolder, has_begun, new_folder
 from sftplay.log import CLUSTER_NAMES
 from sftplay.machine.probe import probe
@@ -96,8 +97,6 @@ def launch(
 
 def train_ray(args: Namespace) -> int:
     """`train-ray`: train on the cluster of RAY_ADDRESS, or on one that is started here."""
-    from sftplay.launch.command import ADDRESS
-
     if numbers := [name for name in args.strays if name in CLUSTER_NAMES or name.startswith("TORCHELASTIC_")]:
         what = f"this is a process of another launch, which has set {', '.join(numbers)}"
         raise ConfigError(what, where="train-ray", fix="call it once, from a shell that no launcher has started")

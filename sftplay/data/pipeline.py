@@ -1,18 +1,22 @@
-"""Config and tokenizer -> training and held-out rows of token ids, with the report that accounts for every record.
+"""Config and tokenizer -> rows of token ids to train on and held out, in their order; every record is accounted for.
 
-Rows are tokenised once and kept in `data.processed_dir`; the order in which they are trained is `order`'s business.
+Rows are tokenised once and kept in `data.processed_dir`; the training order is the same on every machine.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 from datasets import Dataset
@@ -111,11 +115,18 @@ def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_templat
     return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)])
 
 
-def refuse_trained_rows(cfg: RunConfig, path: str, *, files: Mapping[str, str]) -> None:
+ReadKeys = Callable[[str, DataConfig], Iterator[tuple[Source, Keys]]]
+
+
+def refuse_trained_rows(
+    cfg: RunConfig, path: str, *, files: Mapping[str, str], read_keys: ReadKeys | None = None
+) -> None:
     """Raise DataError where a row of `path` was trained on, by the content in its normal form.
 
     `files` are those of the report of the run: the gate of its training has compared the rows of all of them.
+    `read_keys` yields what counts as content of the rows of a file, several of one place where each would be known.
     """
+    read_keys = read_keys or _read_keys
     data, rows_path = cfg.data, cfg.rows_path
     if files.get(path) == kept_digest(path, data.processed_dir):
         return
@@ -127,15 +138,15 @@ def refuse_trained_rows(cfg: RunConfig, path: str, *, files: Mapping[str, str]) 
         log.say(f"note: {rows_path} is not what it was in training, so no row of {path} is compared with it", "eval")
         return
     dropped = data.val_path if data.contamination == "drop" else None
-    not_trained = {keys.normal for _, keys in _read_keys(dropped, data)} if dropped else set()
-    tested = {keys.normal: source for source, keys in _read_keys(path, data) if keys.normal not in not_trained}
+    not_trained = {keys.normal for _, keys in read_keys(dropped, data)} if dropped else set()
+    tested = {keys.normal: source for source, keys in read_keys(path, data) if keys.normal not in not_trained}
     share = 0.0 if data.val_path else held_out_share(cfg)
-    trained = [
-        f"{source} is held out as well, at {tested[keys.normal]}"
-        for source, keys in _read_keys(rows_path, data)
+    found = {
+        str(tested[keys.normal]): f"{source} is held out as well, at {tested[keys.normal]}"
+        for source, keys in read_keys(rows_path, data)
         if keys.normal in tested and not is_held_out(keys, share)
-    ]
-    if trained:
+    }
+    if trained := list(found.values()):
         shown = "\n  ".join(trained[:5]) + (f"\n  and {len(trained) - 5:,} more" if len(trained) > 5 else "")
         fix = "take them out of the test file: figures on rows that were trained on say nothing"
         raise DataError(f"{len(trained):,} of its rows were trained on\n  {shown}", where=path, fix=fix)
@@ -238,3 +249,35 @@ def sample_records(data: DataConfig, path: str) -> list[Record]:
             with suppress(DataError):
                 records.append(to_record(value, source, reading=reading))
     return records
+
+
+def training_order(n_rows: int, n_needed: int, *, seed: int) -> list[int]:
+    """Return `n_needed` row indices: seeded permutations of all rows, one after the other, the last one broken off.
+
+    Only `Random.random()` is called: it is the one method with a sequence that Python promises never to change
+    (docs.python.org/3/library/random.html, "Notes on Reproducibility"); `shuffle` carries no such promise.
+    """
+    if n_rows < 1:
+        raise ValueError("an order needs at least one row")
+    order: list[int] = []
+    for epoch in range(math.ceil(n_needed / n_rows)):
+        generator = Random((seed << 32) | epoch)
+        keys = [generator.random() for _ in range(n_rows)]
+        order.extend(sorted(range(n_rows), key=keys.__getitem__))
+    return order[:n_needed]
+
+
+def order_hash(order: Iterable[int]) -> str:
+    """Return the hex sha256 of the indices as little-endian 64-bit integers; it goes to the manifest."""
+    digest = hashlib.sha256()
+    for index in order:
+        digest.update(index.to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
+def steps_for(n_rows: int, epochs: float, *, effective_batch: int) -> int:
+    """Count the optimizer steps that show every row `epochs` times, rounded up to a whole step; at least 1.
+
+    `epochs` is taken as the decimal number that was written: 0.1 of 30 rows is 3 rows, not 3.0000000000000004.
+    """
+    return max(1, math.ceil(n_rows * Fraction(str(epochs)) / effective_batch))

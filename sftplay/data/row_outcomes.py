@@ -19,7 +19,7 @@ from sftplay.data.files import FIX_ROW, RowFields, UnparsedRow, parsed
 from sftplay.data.layouts import DEFAULT_OPTIONS, SHAPES, LayoutOptions, find_layout, picked, rename_columns, to_record
 from sftplay.data.problem import published_test_id
 from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, Text
-from sftplay.data.render.labels import Rendered
+from sftplay.data.render.masks import Rendered
 from sftplay.data.render.render import Renderer
 from sftplay.errors import DataError
 

@@ -38,7 +38,7 @@ from sftplay.data.row_outcomes import (
 )
 from sftplay.errors import DataError, MachineError
 from sftplay.machine.probe import usable_cores
-from sftplay.units import format_seconds
+from sftplay.units import format_seconds, plural
 
 
 def count_rows(paths: Sequence[str]) -> int | None:
@@ -288,7 +288,7 @@ class Preparation:
                     shown_at = now
                     log.progress(n_read, n_rows, what="rows", text=format_rate(n_read, now), tag="data")
         now, n_new = time.monotonic(), n_read - n_done
-        log.say(f"{n_new:,} rows read in {format_seconds(now - began)}, {format_rate(n_new, now)}", "data")
+        log.say(f"{plural(n_new, 'row')} read in {format_seconds(now - began)}, {format_rate(n_new, now)}", "data")
         self._policies.check()
         counts = self._policies.counts["train"]
         if counts.chat_examples and not counts.ends_learned:  # such a model would never stop

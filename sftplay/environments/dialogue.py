@@ -18,7 +18,7 @@ from typing import Any
 
 from sftplay.data.calls import encode_json, tie_results, tools_text
 from sftplay.data.records import IGNORE_INDEX, Call, Chat, Message
-from sftplay.data.render.labels import NOWHERE
+from sftplay.data.render.masks import NOWHERE
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import OPENINGS
 from sftplay.errors import DataError

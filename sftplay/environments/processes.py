@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 import psutil
 
-from sftplay.config.rewards import ENVIRONMENT
+from sftplay.config.data import ENVIRONMENT
 from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 from sftplay.reward.reward_set import (

@@ -79,7 +79,7 @@ def open_executor(name: str, packages: tuple[str, ...]) -> Executor:
         ConfigError: there is no such executor or package.
         MachineError: nothing here can box a program.
     """
-    from sftplay.sandbox.choose import choose_executor
+    from sftplay.sandbox.pool import choose_executor
 
     return choose_executor(name, is_warm=False)(packages)
 

@@ -15,7 +15,7 @@ from typing import Any
 import evaluate  # Hugging Face's library of metrics
 import lm_eval
 
-from sftplay.config.rewards import SandboxConfig
+from sftplay.config.data import SandboxConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.evaluate.code import measuring_limits, pass_at_k
 from sftplay.sandbox.boxes.job import Job

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any
 
-from sftplay.config.rewards import SandboxConfig
+from sftplay.config.data import SandboxConfig
 from sftplay.data.load_problems import LIMITS, collect_reward_columns
 from sftplay.data.problem import PROMPT_VERSION, Problem
 from sftplay.errors import RunError

@@ -25,6 +25,7 @@ from sftplay.data.render.render import Renderer
 from sftplay.generate.generate import Generator, answer_all
 from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.model.recomputation import nothing_recomputed
+from sftplay.units import plural
 
 
 def score_answers(
@@ -78,7 +79,7 @@ def score_by_rewards(
         scored = rewards.score(answers, columns)
     for name, scores in scored.by_name.items():
         if count := scores.values.count(None):
-            log.say(f"note: {name} gives no value for {count:,} answers: {'; '.join(scores.reasons)}", "eval")
+            log.say(f"note: {name} gives no value for {plural(count, 'answer')}: {'; '.join(scores.reasons)}", "eval")
     return {name: scores.values for name, scores in scored.by_name.items()}
 
 
@@ -115,7 +116,7 @@ def evaluate(model: Any, examples: Examples | HeldOutChats, *, cfg: RunConfig, p
     """
     tag, renderer, tokenizer = path.stem, examples.renderer, examples.renderer.tokenizer
     assert examples.held_out is not None
-    log.say(f"measuring the model ({tag}) on {len(examples.held_out)} held-out rows", "eval")
+    log.say(f"measuring the model ({tag}) on {plural(len(examples.held_out), 'held-out row')}", "eval")
     with ready_to_answer(model, cfg):
         loss = held_out_loss(model, examples.held_out, pad_token_id=tokenizer.pad_token_id)
         chats = evenly_spaced(examples.held_out_chats, cfg.eval.limit)

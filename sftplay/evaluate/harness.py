@@ -25,7 +25,7 @@ from sftplay.data.records import Message
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError, nearest_names
 from sftplay.evaluate.boxed_code import BoxedCodeEval, find_unboxed
 from sftplay.evaluate.evaluate import find_autocast
-from sftplay.model.failures import describe_error, refusing
+from sftplay.model.hub import describe_error, refusing
 from sftplay.model.tokenizer import set_end_tokens
 
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}

@@ -12,7 +12,7 @@ from math import isclose
 from pathlib import Path
 
 from sftplay.atomic import read_lines
-from sftplay.config.rewards import ENVIRONMENT
+from sftplay.config.data import ENVIRONMENT
 from sftplay.data.load_prompts import Questions
 from sftplay.errors import DataError
 from sftplay.reward.reward_set import RewardSet, aligned

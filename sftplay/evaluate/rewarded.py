@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from sftplay import log
-from sftplay.config.rewards import RewardConfig
+from sftplay.config.data import RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Question
 from sftplay.environments.rollouts import Rollouts, TurnRecord, abstain_where_failed, compute_turn_figures, turn_columns
@@ -21,6 +21,7 @@ from sftplay.generate.generate import Generator, answer_ids
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.reward_set import RewardSet, aligned, combined
 from sftplay.reward.table import has_full_value
+from sftplay.units import plural
 
 PASS = "pass"
 """Share of the answers that every reward for content gives its full 1. Rewards for form are left out of it."""
@@ -134,7 +135,7 @@ def evaluate_prompts(model: Any, prompts: Prompts, *, cfg: RunConfig, path: Path
     renderer, tag = prompts.renderer, path.stem
     questions = evenly_spaced(prompts.held_out, cfg.eval.limit)
     generator = Generator(model, renderer.tokenizer, renderer.end_token_ids, cfg.grpo.max_completion_length)
-    log.say(f"measuring the model ({tag}) on {len(questions):,} held-out prompts", "eval")
+    log.say(f"measuring the model ({tag}) on {plural(len(questions), 'held-out prompt')}", "eval")
     records: list[TurnRecord] = []
     with ready_to_answer(model, cfg):
         if rollouts := Rollouts.open(cfg, prompts, end_ids=generator.all_end_ids):

@@ -36,9 +36,9 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.load import check_finite
 from sftplay.model.source import BUILTIN, is_local
+from sftplay.model.start_point import digest_result
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 from sftplay.model.weights import DTYPES
-from sftplay.model.weights_digest import digest_result
 
 REMOVED = "(removed)"
 

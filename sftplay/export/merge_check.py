@@ -31,6 +31,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.load import attach_for_merging, load_result
 from sftplay.model.tokenizer import end_token_ids, load_tokenizer
+from sftplay.units import plural
 
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 256, 32
 """Of a long prompt its end is asked."""
@@ -80,7 +81,7 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
         raise ConfigError("no merged model here", where=str(merged), fix="make merge")
     tokenizer = load_tokenizer(cfg.model, str(adapter))
     prompts, origin = choose_prompts(cfg, folder, tokenizer=tokenizer)
-    log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
+    log.say(f"comparing on {plural(len(prompts), f'{origin} prompt')}, in fp32", "merge")
     reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
     expected = _compute_outputs(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
     whole = _open_merged(cfg, merged)

@@ -19,8 +19,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.export.adapter_names import FOR_ENGINES, mountable_by_vllm
 from sftplay.export.merge import RECORD, adapter_digest, find_adapter, find_base_file, merge
-from sftplay.export.server import ServerKind, build_server, choose_port, run_server
-from sftplay.export.vllm_command import find_lora_rank
+from sftplay.export.server import ServerKind, build_server, choose_port, find_lora_rank, run_server
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from collections.abc import Generator as Pieces
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from queue import SimpleQueue
 from threading import Event
 from typing import Any
@@ -29,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 from sftplay import log
 from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.model.tokenizer import shipped_end_ids
+from sftplay.units import plural
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,15 @@ def only(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 def derive_seed(seed: int, row: int) -> int:
     """Return a seed for one row, independent of the seeds of its neighbours and of neighbouring seeds."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{row}".encode(), digest_size=8).digest()) >> 1
+
+
+def learned_positions(model: Any) -> int | None:
+    """Return how many positions a model has learned vectors for, and so cannot read beyond; None where it has none."""
+    most, words = getattr(model.config.get_text_config(), "max_position_embeddings", None), model.get_input_embeddings()
+    if not isinstance(most, int):
+        return None
+    tables = (module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not words)
+    return most if any(table.num_embeddings in range(most, most + 3) for table in tables) else None  # OPT: 2 more
 
 
 @dataclass(frozen=True)
@@ -209,22 +221,34 @@ def answer_ids(
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
     """Return the ids of the answer to each prompt, in order, up to its end token, which is among them; else as
-    `answer_all`."""
+    `answer_all`. An answer ends at the last of the model's learned positions, which is said.
+    """
     numbers = range(len(prompts)) if rows is None else rows
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
     ends, answers = set(generator.all_end_ids), [list[int]() for _ in prompts]
 
-    def answer(part: slice) -> int:
-        places = order[part]
+    limit, longest = learned_positions(generator.model), generator.max_new_tokens
+    n_whole = bisect_right(order, (limit or sys.maxsize) - longest, key=lambda n: len(prompts[n]))
+
+    def answer(part: slice, *, places: list[int]) -> int:
+        places = places[part]
         ids, mask = left_padded([prompts[n] for n in places], generator.tokenizer.pad_token_id)
-        out = generator.generate(ids, mask, rows=[numbers[n] for n in places])[:, ids.shape[1] :].tolist()
+        made = generator if limit is None else replace(generator, max_new_tokens=min(longest, limit - ids.shape[1]))
+        out = made.generate(ids, mask, rows=[numbers[n] for n in places])[:, ids.shape[1] :].tolist()
         for n, found in zip(places, out, strict=True):
             length = next((at + 1 for at, token in enumerate(found) if token in ends), len(found))
             answers[n] = found[:length]
         return part.stop
 
-    for done in AdaptiveBatches(batch_size, "answering").map(len(order), answer):
-        progress(done)
+    if n_cut := len(order) - n_whole:
+        log.say(f"note: {plural(n_cut, 'answer')} cut at the {limit} positions that the model has", "eval")
+    # Prompts of one length share their room: what is answered must not depend on the batch.
+    shorter = [list(group) for _, group in groupby(order[n_whole:], key=lambda n: len(prompts[n]))]
+    batches, before = AdaptiveBatches(batch_size, "answering"), 0
+    for places in [order[:n_whole], *shorter]:
+        for done in batches.map(len(places), partial(answer, places=places)):
+            progress(before + done)
+        before += len(places)
     return answers
 
 

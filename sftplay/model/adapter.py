@@ -20,7 +20,7 @@ from torch import nn
 
 from sftplay.config.run import LoraConfig
 from sftplay.errors import ConfigError, MachineError, nearest_names
-from sftplay.model.failures import describe_error, refusing
+from sftplay.model.hub import describe_error, refusing
 from sftplay.model.source import SAFE_COPY, describe_pickle
 from sftplay.units import format_count
 

@@ -10,8 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from sftplay.config.run import ModelConfig, RunConfig
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
-from sftplay.model.failures import announce_trust, describe_error, refused_code, refusing
-from sftplay.model.hub import FOLDER_FIX, check_reachable
+from sftplay.model.hub import FOLDER_FIX, announce_trust, check_reachable, describe_error, refused_code, refusing
 from sftplay.model.source import ADAPTER_CONFIG, locate
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, machine_refusal
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
-from sftplay.model.failures import announce_trust, explain_failure, refusing
-from sftplay.model.hub import check_reachable, first_line, quieten_hub
+from sftplay.model.hub import announce_trust, check_reachable, explain_failure, first_line, quieten_hub, refusing
 from sftplay.model.recomputation import recomputation
 from sftplay.model.weights import frozen_dtype, keep_four_bit_exact
 

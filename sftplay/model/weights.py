@@ -14,8 +14,7 @@ from sftplay.config.cluster import SPLIT_WEIGHTS
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.log import local_rank
-from sftplay.model.failures import announce_trust, explain_failure, refusing
-from sftplay.model.hub import check_reachable, quieten_hub
+from sftplay.model.hub import announce_trust, check_reachable, explain_failure, quieten_hub, refusing
 from sftplay.startup import end_imports
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,10 +1,11 @@
-"""Find what is wrong with a served folder, from its files: template, tokenizer, config, number format, adapter keys."""
+"""Find what is wrong with a served folder, from its files: template, tokenizer, config, weights, adapter and ends."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from peft import PeftConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from sftplay.atomic import read_object
+from sftplay.atomic import examine_object, read_object
 from sftplay.config.run import RunConfig
 from sftplay.data.render.templates import template_hash
 from sftplay.export.adapter_names import WEIGHTS
 from sftplay.export.merge import RECORD
+from sftplay.export.merge_check import UNITS, is_rounded_once
 from sftplay.launch.checkpoints import is_marked, list_checkpoints
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
@@ -27,7 +29,136 @@ from sftplay.model.source import ADAPTER_CONFIG
 from sftplay.parity.compare import first_difference
 from sftplay.parity.engine import Question
 from sftplay.parity.questions import encode
-from sftplay.parity.tensors import find_dtypes
+
+NARROWER = (torch.bfloat16, torch.float16)
+
+Load = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Weights by name, loaded one at a time."""
+
+    run: Mapping[str, torch.Tensor]
+    """The trained model's, adapter merged, fp32."""
+
+    served: Mapping[str, Load]
+    base: Mapping[str, Load]
+    """The untrained model's; empty where it is not known."""
+
+    error: float | None = None
+    """Largest relative error of a served value, None for one rounding to its dtype. Of quantised weights, relative to
+    the root mean square of the tensor."""
+
+
+def find_altered_tensors(tensors: Tensors) -> list[str]:
+    """Return one sentence that names the tensors of the served model that differ and says what they hold; or none."""
+    missing = [name for name in tensors.run if name not in tensors.served]
+    unknown = [name for name in tensors.served if name not in tensors.run]
+    altered = [name for name in tensors.run if name in tensors.served and not _is_equal(tensors, name)]
+    said = []
+    if missing or unknown:
+        counts = [f"{len(missing)} weights of the run are not in it, {missing[0]} for one"] if missing else []
+        counts += [f"{len(unknown)} weights in it are not the run's, {unknown[0]} for one"] if unknown else []
+        said.append("; ".join(counts))
+    if altered:
+        count = f"{len(altered)} of {len(tensors.run)} tensors differ from the trained model's, {altered[0]} first"
+        said.append(f"{_explain(tensors, altered)} ({count})")
+    return said
+
+
+def _is_equal(tensors: Tensors, name: str) -> bool:
+    wanted, found = tensors.run[name].detach().cpu().float(), tensors.served[name]()
+    if wanted.shape != found.shape:
+        return False
+    if tensors.error is not None:
+        distance = (found.float() - wanted).square().mean().sqrt()
+        return bool(distance <= tensors.error * wanted.square().mean().sqrt() + 1e-12)
+    return is_rounded_once(found, wanted)
+
+
+def _explain(tensors: Tensors, altered: list[str]) -> str:
+    """Say what the first altered tensor is, and whether all are of that kind."""
+    heads = [name for name in altered if "lm_head" in name or "embed_out" in name]
+    name = altered[0] if len(heads) != len(altered) else heads[0]
+    wanted, found = tensors.run[name].detach().cpu().float(), tensors.served[name]().float()
+    base = tensors.base[name]().float() if name in tensors.base else None
+    what = _describe(name, wanted, found, base=base, others=tensors.run)
+    if len(heads) == len(altered):
+        return f"the head is not the trained one: {name} {what}"
+    return f"{name} {what}"
+
+
+def _describe(
+    name: str, wanted: torch.Tensor, found: torch.Tensor, *, base: torch.Tensor | None,
+    others: Mapping[str, torch.Tensor],
+) -> str:  # fmt: skip
+    """Say in words what `found` is."""
+    if wanted.shape != found.shape:
+        if found.dim() == 2 and found.T.shape == wanted.shape and torch.allclose(found.T, wanted, rtol=1e-2):
+            return "is transposed"
+        return f"has the shape {list(found.shape)}, the run's {list(wanted.shape)}"
+    if not bool(found.isfinite().all()):
+        return "holds values that are not finite"
+    if not bool(found.any()):
+        return "is all zeros"
+    for dtype in NARROWER:
+        is_near = bool(((found - wanted).abs() <= 2 * UNITS[dtype] * wanted.abs() + 1e-12).all())
+        if is_near and torch.equal(found, found.to(dtype).float()):
+            return f"was rounded to {_word(dtype)} and is stored as if it were exact"
+    if base is not None and base.shape == found.shape:
+        moved, left = (float((value - base).norm()) for value in (wanted, found))
+        if left <= 0.05 * moved:
+            return "is the base's, as it was before training"
+    if wanted.dim() == 2 and (text := _describe_order(wanted, found)):
+        return text
+    same_shape = ((other, value) for other, value in others.items() if other != name and value.shape == found.shape)
+    for other, value in same_shape:
+        if torch.allclose(found, value.detach().cpu().float(), rtol=1e-2, atol=1e-6):
+            return f"is the run's {other}: weights have changed places"
+    if base is not None and base.shape == found.shape and (text := _describe_scale(wanted - base, found - base)):
+        return text
+    if wanted.dim() == 2 and found.shape == wanted.shape:
+        rows = int(((found - wanted).abs().amax(1) > 1e-3 * wanted.abs().max()).sum())
+        largest = float((found - wanted).abs().max())
+        return f"differs by up to {largest:.2g} in {rows:,} of {len(wanted):,} rows"
+    return f"differs by up to {float((found - wanted).abs().max()):.2g}"
+
+
+def _describe_order(wanted: torch.Tensor, found: torch.Tensor) -> str:
+    """Say that the rows are the trained ones in another order, such as the one for another rotary embedding."""
+    if float((found - wanted).norm()) < 0.2 * float(wanted.norm()):
+        return ""
+    keys = [value.square().sum(1).sort().values for value in (wanted, found)]
+    if not torch.allclose(*keys, rtol=2e-2):
+        return ""
+    return "holds the trained rows in another order (permuted for another rotary embedding, or not permuted)"
+
+
+def _describe_scale(trained: torch.Tensor, found: torch.Tensor) -> str:
+    """Say that the update of the training counts more or less than once."""
+    norm = float(trained.square().sum())
+    if norm == 0:
+        return ""
+    factor = float((trained * found).sum()) / norm
+    rest = float((found - factor * trained).square().sum())
+    if rest < 1e-3 * norm and abs(factor - 1) > 1e-3:
+        return f"holds {factor:.3g} times the update of the training (alpha, rank or scale of the adapter)"
+    return ""
+
+
+def find_dtypes(headers: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return dtype -> names of the floating-point tensors stored in it, from the headers of safetensors files."""
+    words = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+    found: dict[str, list[str]] = {}
+    for name, kind in headers:
+        found.setdefault(words.get(kind, kind), []).append(name)
+    return found
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
 
 PROBES = (
     "Hello, world!", "  two spaces,\ttab\n\nnewlines  ", "1234567890 3.14 10,000 0x1F", "don't I'll they've WE'RE",
@@ -328,3 +459,132 @@ def explain_seal(folder: RunFolder, cfg: RunConfig) -> list[str]:
             count = f"{len(altered)} of {len(names)} tensors have other values" if altered else "its keys are others"
             return [f"adapter/ is not what the training left in {last.name}: {count}"]
     return []
+
+
+INDEX = "model.safetensors.index.json"
+
+ACTS = (
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "bad_words_ids",
+    "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "min_length", "num_beams",
+    "min_new_tokens", "max_length", "max_new_tokens", "guidance_scale", "exponential_decay_length_penalty",
+    "stop_strings",
+)  # fmt: skip
+"""Fields of generation_config.json that change or cut a greedy answer. Temperature and the like are the client's."""
+
+IDLE: tuple[Any, ...] = (None, [], {}, 0, 1, 20)
+"""Values by which such a field does nothing, or which transformers puts in unasked (20 as max_length)."""
+
+
+def explain_generation(base: Mapping[str, Any], folder: Path) -> list[str]:
+    """Say the settings of generation_config.json that change greedy answers and are not the base's.
+
+    `base` are the settings in the base's config.json and generation_config.json.
+    """
+    path = folder / "generation_config.json"
+    given, why = examine_object(path)
+    if why:
+        return [f"{path.name} cannot be read ({why})"]
+    said = [
+        f"{name} is {json.dumps(given[name])}, the base's {json.dumps(base.get(name))}"
+        for name in ACTS
+        if given.get(name) not in IDLE and given[name] != base.get(name)
+    ]
+    return [f"{path.name} differs: {'; '.join(said)}"] if said else []
+
+
+def explain_ends(folder: Path, end_ids: Sequence[int], *, known: Collection[int], tokenizer: Any) -> list[str]:
+    """Say that the folder's configs do not end an answer where training did.
+
+    `end_ids` must end an answer; `known` are all tokens that may, those of the base too.
+    """
+    config, generation = (read_object(folder / name) for name in ("config.json", "generation_config.json"))
+    text = config.get("text_config")
+    of_config = _ids(config.get("eos_token_id")) or _ids(text.get("eos_token_id") if isinstance(text, dict) else None)
+    ends = _ids(generation.get("eos_token_id")) or of_config
+    if missing := [token for token in end_ids if token not in ends]:
+        token = tokenizer.decode([missing[0]])
+        return [f"generation_config.json ends answers at {sorted(ends)}, training at {missing[0]} ({token!r})"]
+    for name, found in (("generation_config.json", ends), ("config.json", of_config)):
+        if other := sorted(found - set(known)):
+            token = tokenizer.decode([other[0]])
+            return [f"{name} ends answers at {other[0]} ({token!r}) too, which neither training nor the base does"]
+    return []
+
+
+def _ids(given: Any) -> set[int]:
+    return {given} if isinstance(given, int) else set(given or [])
+
+
+def explain_class(base: Any, folder: Path, *, bos: int | None) -> list[str]:
+    """Say what engines read of config.json and transformers does not: the class, the first token, a second rope_theta.
+
+    `base` is the config of the trained model, `bos` the first token of the run's tokenizer.
+    """
+    raw, said = read_object(folder / "config.json"), []
+    opened = AutoModelForCausalLM._model_mapping.get(type(base), None)
+    known = {*(base.architectures or []), *([opened.__name__] if opened else [])}
+    given = raw.get("architectures") or []
+    if raw and base.architectures and not (given and set(given) <= known):
+        said.append(f"architectures is {json.dumps(given)}, the run's {json.dumps(base.architectures)}")
+    if raw.get("bos_token_id") not in (None, bos, base.bos_token_id):
+        said.append(f"bos_token_id is {raw['bos_token_id']}, the run's {json.dumps(base.bos_token_id)}")
+    rope = raw.get("rope_parameters")
+    theta = rope.get("rope_theta") if isinstance(rope, dict) else None
+    if theta is not None and raw.get("rope_theta", theta) != theta:
+        said.append(f"rope_theta is {raw['rope_theta']} and in rope_parameters {theta}")
+    return [f"config.json differs: {'; '.join(said)}"] if said else []
+
+
+def explain_index(folder: Path) -> list[str]:
+    """Say that the index of the weight files cannot be read, or names files that are not there."""
+    path = folder / INDEX
+    if not path.is_file():
+        return []
+    places = read_object(path).get("weight_map")
+    if not isinstance(places, dict):
+        return [f"{INDEX} cannot be read: it names no weights"]
+    missing = sorted({str(name) for name in places.values() if not (folder / str(name)).is_file()})
+    return [f"{INDEX} names {len(missing)} files that are not there, {missing[0]} for one"] if missing else []
+
+
+def explain_tie(model: Any) -> list[str]:
+    """Say that config.json ties head and embedding, whose stored values differ: transformers then keeps both apart."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if not model.config.get_text_config().tie_word_embeddings or any(end is None for end in ends):
+        return []
+    embedding, head = (end.weight for end in ends)
+    if embedding is head or (embedding.shape == head.shape and bool((embedding == head).all())):
+        return []
+    return ["config.json differs: tie_word_embeddings is true, and the stored head is not the embedding; "
+            "an engine that ties them leaves the trained head out"]  # fmt: skip
+
+
+def explain_second_template(folder: Path, template: str | None) -> list[str]:
+    """Say that tokenizer_config.json has a chat template too, and another one: older releases read that."""
+    second = read_object(folder / "tokenizer_config.json").get("chat_template")
+    if not isinstance(second, str) or second == template:
+        return []
+    return ["the chat template differs: tokenizer_config.json holds another one than the run's chat_template.jinja"]
+
+
+def explain_rules(run: Any, served: Any, folder: Path) -> list[str]:
+    """Say which part of tokenizer.json is not the run's, also where no text of ours shows it."""
+    if not all(hasattr(tokenizer, "backend_tokenizer") for tokenizer in (run, served)):
+        return []
+    a, b = (json.loads(tokenizer.backend_tokenizer.to_str()) for tokenizer in (run, served))
+    said = [f"{name} of tokenizer.json is not the run's" for name in _differing(a, b)]
+    raw = read_object(folder / "tokenizer.json").get("added_tokens")
+    if not said and isinstance(raw, list):  # transformers puts back what tokenizer_config.json names; others do not
+        declared = read_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+        known = {token.get("content") for token in (*raw, *declared.values()) if isinstance(token, dict)}
+        lost = [token["content"] for token in a["added_tokens"] if token["content"] not in known]
+        said = [f"tokenizer.json does not list the added token {lost[0]!r}"] if lost else []
+    return [f"the tokenizer differs: {', '.join(said)}"] if said else []
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if a[name] != b[name]:
+            yield name
+    first, second = a["model"], b["model"]
+    yield from (key for key in ("vocab", "merges", "type") if first.get(key) != second.get(key))

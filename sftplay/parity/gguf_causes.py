@@ -16,11 +16,10 @@ import torch
 from sftplay.errors import ConfigError, RunError
 from sftplay.export.gguf.vocabulary import describe_vocabulary
 from sftplay.parity import causes
-from sftplay.parity.compare import BOUNDS, LOOSEST
+from sftplay.parity.causes import Tensors, find_altered_tensors
+from sftplay.parity.compare import BOUNDS, LOOSEST, Reference
 from sftplay.parity.engine import Question
 from sftplay.parity.gguf_check import check_tokens
-from sftplay.parity.reference import Reference
-from sftplay.parity.tensors import Tensors, find_altered_tensors
 
 ERRORS = {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3, "q8_0": 0.03, "q6_k": 0.06, "q5_k": 0.1, "q5_0": 0.12, "q5_1": 0.12}
 """Largest root mean square of a tensor's error, relative to that of its values, by how it is stored."""

@@ -21,21 +21,19 @@ from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export.adapter_names import WEIGHTS, find_mounted, rename_for_vllm, served_class
 from sftplay.export.merge import RECORD, adapter_digest, find_adapter, find_base, find_base_file, load_unquantised
 from sftplay.export.serve import base_folder
-from sftplay.export.vllm_command import find_lora_rank
+from sftplay.export.server import find_lora_rank
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
 from sftplay.model.source import ADAPTER_CONFIG
-from sftplay.model.weights_digest import digest_result
-from sftplay.parity import causes
-from sftplay.parity import served_files as files
-from sftplay.parity.by_transformers import READ_ERRORS
-from sftplay.parity.client import Server, find_server
-from sftplay.parity.compare import BOUNDS, LOOSEST, Comparison, compare, find_change
+from sftplay.model.start_point import digest_result
+from sftplay.parity import by_vllm, causes
+from sftplay.parity.by_transformers import READ_ERRORS, answer_all
+from sftplay.parity.by_vllm import Server, find_server
+from sftplay.parity.causes import Load, Tensors, find_altered_tensors
+from sftplay.parity.compare import BOUNDS, LOOSEST, Comparison, Reference, compare, find_change
 from sftplay.parity.engine import EngineReply, Question
 from sftplay.parity.questions import choose_questions
-from sftplay.parity.reference import Reference
 from sftplay.parity.results import find_gguf_files, keep_result
-from sftplay.parity.tensors import Load, Tensors, find_altered_tensors
 
 Engine = Literal["transformers", "vllm", "llama.cpp"]
 Against = Literal["merged", "adapter", "gguf"]
@@ -220,8 +218,6 @@ class ParityCheck:
             return self._ask_server(questions, self.server)
         assert served is not None
         if request.engine == "transformers":
-            from sftplay.parity.by_transformers import answer_all
-
             # The end of a turn belongs to the adapter's tokenizer; its base need not know it.
             ends = self.renderer.end_token_ids if self.against == "adapter" else ()
             return answer_all(
@@ -231,15 +227,13 @@ class ParityCheck:
             from sftplay.parity.by_llama_cpp import answer_all as answer_by_llama_cpp
 
             return answer_by_llama_cpp(served, questions, max_new_tokens=request.max_new_tokens), None
-        from sftplay.parity.by_vllm import answer_all as answer_by_vllm
-
         adapter = served if self.against == "adapter" else None
         if adapter and self._explain_mounting():
             find_lora_rank(adapter)  # its refusals come first
             raise RunError("vLLM was not started, since it would leave modules of the adapter out")
         base = Path(self._served_base)
         folder = served if not adapter else base if base.is_dir() else base_folder(self.cfg, self.folder)
-        return answer_by_vllm(
+        return by_vllm.answer_all(
             folder, questions, max_new_tokens=request.max_new_tokens, adapter=adapter, tokenizer=self.tokenizer,
             log_file=(self.folder.logs / "parity-vllm.log").resolve(), trusts_code=self.trusts_code,
             has_gpu=request.has_gpu,
@@ -297,8 +291,8 @@ class ParityCheck:
         if tokenizer is None:
             return said
         said = causes.explain_template(self.tokenizer.chat_template, tokenizer.chat_template)
-        said = said or files.explain_second_template(self.served, self.tokenizer.chat_template)
-        said += causes.explain_tokenizer(self.tokenizer, tokenizer, questions) or files.explain_rules(
+        said = said or causes.explain_second_template(self.served, self.tokenizer.chat_template)
+        said += causes.explain_tokenizer(self.tokenizer, tokenizer, questions) or causes.explain_rules(
             self.tokenizer, tokenizer, self.served
         )
         return said or causes.explain_prompts(self.tokenizer, tokenizer, questions)
@@ -311,12 +305,12 @@ class ParityCheck:
             given = base[name].get("eos_token_id")
             known |= {given} if isinstance(given, int) else set(given or [])
         said = causes.explain_config(self._base_config, served, trusts_code=self.trusts_code)
-        said += files.explain_class(self._base_config, served, bos=self.tokenizer.bos_token_id)
+        said += causes.explain_class(self._base_config, served, bos=self.tokenizer.bos_token_id)
         ends = self.renderer.end_token_ids
-        said += files.explain_ends(served, ends, known=known, tokenizer=self.tokenizer)
+        said += causes.explain_ends(served, ends, known=known, tokenizer=self.tokenizer)
         if base["config.json"]:  # else the base is not at hand
-            said += files.explain_generation(base["config.json"] | base["generation_config.json"], served)
-        return said + files.explain_index(served)
+            said += causes.explain_generation(base["config.json"] | base["generation_config.json"], served)
+        return said + causes.explain_index(served)
 
     @cached_property
     def _base_settings(self) -> dict[str, dict[str, Any]]:
@@ -368,7 +362,7 @@ class ParityCheck:
             return [f"the weights cannot be opened ({first_line(error)})"]
         if missing := sorted(loading["missing_keys"]):
             return [f"{len(missing)} weights are missing, {missing[0]} for one"]
-        said = files.explain_tie(whole)
+        said = causes.explain_tie(whole)
         if unknown := sorted(loading["unexpected_keys"]):
             said.append(f"{len(unknown)} weights in it belong to no part of the model, {unknown[0]} for one")
         is_own = self.folder.path.joinpath("model").exists() and served.samefile(self.folder.path / "model")

@@ -9,6 +9,8 @@ from typing import Any
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.layouts import read_layout_options
+from sftplay.data.mixture.load import load_mixture
+from sftplay.data.pipeline import load_examples
 from sftplay.data.prompts import Prompt
 from sftplay.data.read import read_dialect
 from sftplay.data.records import Message, Source
@@ -84,9 +86,6 @@ def _built_in(cfg: RunConfig, renderer: Any) -> list[Prompt]:
 
 def _held_out(cfg: RunConfig, folder: RunFolder, renderer: Any) -> Iterator[Prompt]:
     """Yield the held-out rows as prompts: chats without their last turn, texts by their beginning."""
-    from sftplay.data.mixture.load import load_mixture
-    from sftplay.data.pipeline import load_examples
-
     tokenizer, template = renderer.tokenizer, renderer.template
     if cfg.task.learns_from_rewards:
         from sftplay.data.load_prompts import load_prompts

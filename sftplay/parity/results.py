@@ -10,7 +10,7 @@ from typing import Any
 from sftplay import __version__
 from sftplay.atomic import read_object
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.weights_digest import digest_result
+from sftplay.model.start_point import digest_result
 
 NAME = "parity.json"
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sftplay.config.run import RunConfig
-from sftplay.plan.forecast import Forecast, Hardware
-from sftplay.plan.memory import STRATEGIES, Strategy
+from sftplay.plan.forecast import STRATEGIES, Forecast, Hardware, Strategy
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.task_sizing import find_sizing, forecast_one_row
+from sftplay.plan.sizing import find_sizing, forecast_one_row
 from sftplay.units import GIB, format_bytes
 
 SHORTEST = 128  # tokens below which shorter rows are no advice

@@ -16,7 +16,7 @@ class Point:
 
     rows: int
     tokens: int
-    peaks_bytes: Mapping[str, int]  # by phase of a step, as `memory.Footprint` names them
+    peaks_bytes: Mapping[str, int]  # by phase of a step, as `forecast.Footprint` names them
     reserved_bytes: int | None = None  # the most that torch's allocator held, cached blocks with it; None without one
     seconds: float = 0.0  # of one optimizer step
 

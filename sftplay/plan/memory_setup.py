@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from sftplay.config.run import FLASH_KERNELS, RunConfig
-from sftplay.config.train import Optimizer as OptimizerName
+from sftplay.config.run import Optimizer as OptimizerName
 from sftplay.plan.shape import Linear, ModelShape
 
 OPENED = "model_opened_on"

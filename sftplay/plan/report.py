@@ -13,7 +13,7 @@ from sftplay.config.run import RunConfig
 from sftplay.plan.forecast import LOAD, MARGIN, RUNTIME, Forecast, Hardware, RowLengths, Setting
 from sftplay.plan.memory_setup import trained_params
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.task_sizing import SizedRun, find_sizing
+from sftplay.plan.sizing import SizedRun, find_sizing
 from sftplay.units import GIB, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _steps(cfg: RunConfig, lengths: RowLengths | None) -> tuple[int | None, str]
     if rows is None:
         return None, "the rows are counted when the data are prepared"
     completions = rows * find_sizing(cfg).rows_per_record(cfg)
-    # As the run counts them (`data.order`): the decimal number that was written, not its binary neighbour.
+    # As the run counts them (`data.pipeline`): the decimal number that was written, not its binary neighbour.
     steps = max(1, math.ceil(completions * Fraction(str(train.epochs)) / train.effective_batch_size))
     kind = "blocks an epoch" if cfg.learns_documents else "prompts" if cfg.task.learns_from_rewards else "rows"
     return steps, f"{rows} {kind}, {_described(cfg, lengths)}"

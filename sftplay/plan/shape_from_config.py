@@ -80,7 +80,7 @@ def plain_shape(text: ConfigJson, *, name: str) -> ModelShape:
         other += experts * (2 * mlp + hidden + 1) + heads
     vision: int | None = 0
     if text.outer is not text.values:
-        from sftplay.plan.vision_shape import count_vision
+        from sftplay.plan.layered_shape import count_vision
 
         vision = count_vision(text, hidden)
     window_key = text.key("sliding_window")

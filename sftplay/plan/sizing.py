@@ -1,27 +1,322 @@
-"""From `auto` to numbers, each with its reason: strategy, micro-batches, accumulation, and what follows from them."""
+"""From `auto` to numbers, each with its reason: precision, kernels, optimizer, rate, strategy, micro-batches."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec as find_module
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from sftplay.config.cluster import BACKEND
-from sftplay.config.run import RunConfig
+from sftplay.config.cluster import BACKEND, unsloth_conflicts
+from sftplay.config.run import FLASH_KERNELS, RunConfig
 from sftplay.config.section import find_spec
 from sftplay.errors import ConfigError, MachineError
-from sftplay.plan.decisions import Decision, Decisions, choose_backend, decide_numerics, scaled_rate, without_effect
-from sftplay.plan.forecast import Forecast, Hardware, RowLengths, find_device, forecast, planned_tokens
-from sftplay.plan.memory import Size, Strategy
+from sftplay.plan.forecast import (
+    Forecast,
+    Hardware,
+    RowLengths,
+    Setting,
+    Size,
+    Strategy,
+    TaskMemory,
+    find_device,
+    forecast,
+    on_device,
+    planned_tokens,
+)
+from sftplay.plan.memory_setup import read_memory_setup
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.task_sizing import SizedRun, build_setting, find_sizing, forecast_one_row
 from sftplay.units import format_bytes
 
 if TYPE_CHECKING:
     from sftplay.machine.gpu import Machine
     from sftplay.plan.fit import Fit
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A value that the kit chose for a key, and why."""
+
+    value: Any
+    reason: str
+
+
+Decisions = dict[str, Decision]  # by config key
+
+UNSLOTH_FIX = f"`make train-unsloth` builds and uses an environment that has it; or write {BACKEND}: bnb"
+
+
+def choose_backend(cfg: RunConfig, machine: Machine, *, world_size: int) -> Decision:
+    """Choose `bnb` or `unsloth`.
+
+    Raises:
+        MachineError: unsloth is asked for and cannot be used. It is never replaced in silence.
+    """
+    wanted = cfg.tuning.backend
+    if wanted == "bnb":
+        return Decision("bnb", "as given")
+    obstacle, fix = machine.unsloth_problem, UNSLOTH_FIX
+    if world_size > 1:
+        # Not tried here with several GPUs, and its own source calls that a beta.
+        obstacle = f"it trains in one process, not in {world_size}"
+        fix = f"use one process, or write {BACKEND}: bnb"
+    for conflict in islice(unsloth_conflicts(cfg), 1):
+        obstacle, fix = f"{conflict.keys[0]}: {conflict.what}", conflict.fix
+    if wanted == "unsloth":
+        if obstacle:
+            where = f"{cfg.origins.get(BACKEND, 'default')} {BACKEND}"
+            raise MachineError(f"unsloth cannot be used: {obstacle}", where=where, fix=fix)
+        return Decision("unsloth", "as given")
+    if obstacle:
+        return Decision("bnb", f"unsloth is not taken: {obstacle}")
+    if not machine.gpus:
+        return Decision("bnb", "unsloth is installed, but without a GPU it computes with the same libraries")
+    return Decision("unsloth", "it is installed, there is a GPU, and every library is within the versions it asks for")
+
+
+def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | None = None) -> Decisions:
+    """Decide precision, attention, packing, optimizer, pinned memory, learning rate.
+
+    `shape` is the model's, None where it is not known.
+
+    Raises:
+        MachineError: an explicit precision or attention cannot run here.
+    """
+    train, gpus = cfg.train, machine.gpus
+    if not gpus and train.precision == "fp16":
+        where = f"{cfg.origins.get('train.precision', 'train')} train.precision"
+        fix = "leave train.precision on auto (fp32 here), or use bf16"
+        raise MachineError("fp16 needs a GPU; on a CPU it would be ignored", where=where, fix=fix)
+    precision = Decision("fp32", "no GPU: a CPU computes fp32 fastest")
+    has_bf16 = bool(gpus) and all(gpu.has_bf16 for gpu in gpus)
+    if has_bf16:
+        precision = Decision("bf16", "every GPU has bf16 (compute capability 8.0 or later)")
+    elif gpus and not cfg.task.has_fp16:
+        precision = Decision("fp32", "a GPU older than Ampere has no bf16, and fp16 would overflow in the loss")
+    elif gpus:
+        precision = Decision("fp16", "a GPU older than Ampere has no bf16")
+    chosen = precision.value if train.precision == "auto" else train.precision
+    has_flash = has_bf16 and chosen != "fp32" and find_module("flash_attn") is not None
+    package = "kernels" if "/" in cfg.model.attn else "flash_attn"
+    can_flash = has_bf16 and chosen != "fp32" and find_module(package) is not None
+    where = f"{cfg.origins.get('model.attn', 'model')} model.attn"
+    if cfg.model.attn in FLASH_KERNELS and not can_flash:
+        needs = f"an Ampere GPU, 16-bit precision and the package {package.replace('_', '-')}"
+        raise MachineError(f"{cfg.model.attn} needs {needs}", where=where, fix="leave model.attn on auto (sdpa here)")
+    attn = Decision("flash_attention_2" if has_flash else "sdpa", "fastest kernel installed for this device")
+    if shape is not None and shape.softcap_attn:
+        if cfg.model.attn == "sdpa":
+            fix = f"leave model.attn on auto ({'flash_attention_2' if has_flash else 'eager'} here)"
+            what = "the model caps the scores of its attention, which sdpa does not do"
+            raise MachineError(what, where=where, fix=fix)
+        attn = attn if has_flash else Decision("eager", "the model caps the scores of its attention; sdpa does not")
+    if shape is not None and shape.family == "gpt_oss" and cfg.model.attn != "eager" and "/" not in cfg.model.attn:
+        if cfg.model.attn != "auto":
+            what = f"its attention has a learned sink, which {cfg.model.attn} leaves out"
+            raise MachineError(what, where=where, fix="leave model.attn on auto (eager here)")
+        attn = Decision("eager", "its attention has a learned sink, which no installed kernel knows")
+    has_varlen = (attn.value if cfg.model.attn == "auto" else cfg.model.attn) in FLASH_KERNELS
+    by_tokens = train.batching == "tokens"
+    why = "flash attention skips the gaps" if has_varlen else "without a varlen kernel packing costs more than it saves"
+    why = "train.batching tokens forms micro-batches of padded rows" if by_tokens else why
+    why = "the rows are full blocks already" if cfg.learns_documents else why
+    hands_on = shape is not None and shape.state_leaks
+    if hands_on and cfg.packs_rows:
+        what, where = "its layers carry a state from one packed row into the next", cfg.origins.get("train.packing", "")
+        raise ConfigError(what, where=f"{where} train.packing true", fix="write train.packing: false, or auto")
+    why = "layers carry a state along the row, which packed rows would hand on" if hands_on else why
+    rate = cfg.task.rates[cfg.tuning.mode]
+    return {
+        "train.precision": precision,
+        "model.attn": attn,
+        "train.packing": Decision(has_varlen and not by_tokens and not cfg.learns_documents and not hands_on, why),
+        "train.optim": _decide_optimizer(cfg, chosen),
+        "train.dataloader_pin_memory": Decision(bool(gpus), "page-locked memory speeds copies to a GPU only"),
+        "train.learning_rate": Decision(rate, f"usual peak rate of {cfg.tuning.mode} {cfg.task_mode}"),
+    }
+
+
+def _decide_optimizer(cfg: RunConfig, precision: str) -> Decision:
+    """AdamW; in fp16 not torch's fused one.
+
+    That one unscales the gradients and leaves steps out by itself (torch, `GradScaler.step`,
+    `_step_supports_amp_scaling`). accelerate then sees every step as taken, and steps that overflow use up the warm-up.
+    """
+    if precision != "fp16":
+        return Decision("adamw_torch_fused", "one kernel a step, no copy of the gradients")
+    if cfg.train.optim == "adamw_torch_fused":
+        what = "in fp16 it hides from the schedule which steps overflowed and were left out"
+        where = f"{cfg.origins.get('train.optim', 'train')} train.optim adamw_torch_fused"
+        raise ConfigError(what, where=where, fix="write train.optim: adamw_torch, or leave it on auto")
+    return Decision("adamw_torch", "in fp16 the fused one hides which steps were left out")
+
+
+def scaled_rate(cfg: RunConfig) -> tuple[str, ...]:
+    """Return a note on the rate that `train.lr_scaling` makes of the one written down; none where nothing is scaled."""
+    train = cfg.train
+    if train.lr_scaling == "none":
+        return ()
+    batches = f"found with {train.lr_batch_size} rows a step, {train.effective_batch_size} here"
+    found = f"train.learning_rate {train.learning_rate:g} {batches}"
+    return (f"{found}: train.lr_scaling {train.lr_scaling} trains with a peak rate of {train.peak_rate:.6g}",)
+
+
+def without_effect(cfg: RunConfig, machine: Machine) -> tuple[str, ...]:
+    """Return a note on each setting that has no effect on this machine, or in this task."""
+    if machine.gpus:
+        if cfg.task.is_probed or cfg.train.probe == "off":
+            return ()
+        return (f"train.probe measures no step of task_mode {cfg.task_mode}: its memory is estimated",)
+    asked = {"train.dataloader_pin_memory": cfg.train.dataloader_pin_memory is True}
+    asked["train.probe always"] = cfg.train.probe == "always"
+    # Without a GPU processes talk over gloo, which shares the interface with NCCL and nothing else.
+    nccl = cfg.cluster.nccl.model_dump(exclude={"socket_ifname"}, exclude_none=True)
+    asked |= dict.fromkeys((f"cluster.nccl.{name}" for name in nccl), True)
+    return tuple(f"{key} has no effect without a GPU" for key, is_asked in asked.items() if is_asked)
+
+
+@dataclass(frozen=True)
+class SizedRun:
+    """A config without any `auto`, and how it came about."""
+
+    cfg: RunConfig
+    world_size: int
+    decisions: Decisions  # of the keys that stood on `auto`
+    notes: tuple[str, ...] = ()  # settings without effect on this machine, and what could not be planned
+    forecast: Forecast | None = None  # None where the model's shape is not known before the download
+
+    def as_plan(self) -> dict[str, Any]:
+        """What goes to plan.json."""
+        train = self.cfg.train
+        sizes = {
+            "world_size": self.world_size,
+            "batch_size": train.batch_size,
+            "grad_accum": train.grad_accum,
+            "effective_batch_size": train.effective_batch_size,
+            "learning_rate": train.peak_rate,
+            **find_sizing(self.cfg).plan_fields(self.cfg),
+            "decisions": [{"key": key, **vars(decision)} for key, decision in self.decisions.items()],
+        }
+        if self.forecast is None:
+            return sizes
+        setting = self.forecast.setting
+        inputs = {"device": vars(setting.device), "strategy": setting.strategy, "model": setting.shape.name}
+        return {**sizes, **self.forecast.as_dict(), **inputs}
+
+
+class TaskSizing:
+    """A task while a run is sized, here as sft answers. Its `plan.py` holds one as PLAN, where it differs."""
+
+    splits_by_strategy = True
+    """Whether `cluster.strategy` alone splits the model over the processes."""
+
+    def known_shape(self, cfg: RunConfig) -> ModelShape | None:
+        """Return the shape of a model that `model.name` does not decide; asked only where there is no text."""
+        return None
+
+    def memory(self, cfg: RunConfig, *, hardware: Hardware) -> TaskMemory | None:
+        """Return the memory of a step that is more than plain rows."""
+        return None
+
+    def size_whole(self, cfg: RunConfig, machine: Machine, *, shape: ModelShape, hardware: Hardware) -> SizedRun | None:
+        """Size a run that shares no decision with a language model; None for any other."""
+        return None
+
+    def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
+        """Check that the task can run here.
+
+        Raises:
+            MachineError: a library or a GPU is missing or too old.
+            ConfigError: the number of processes does not go with the config.
+        """
+
+    def choose_placement(self, cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decisions:
+        """Decide where the task's models lie, where the config leaves that open."""
+        return {}
+
+    def fixed_strategy(self, cfg: RunConfig) -> Decision | None:
+        """Return the strategy where the task leaves no choice."""
+        return None
+
+    def fixed_head(self, cfg: RunConfig) -> Decision | None:
+        """Return the loss head where the task leaves no choice."""
+        return None
+
+    def decide_more(self, cfg: RunConfig, machine: Machine) -> Decisions:
+        """Decide keys of the task's own section that depend on the machine alone."""
+        return {}
+
+    def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decisions:
+        """Decide how many answers are sampled at a time, where any are."""
+        return {}
+
+    def rows_sampled(self, cfg: RunConfig) -> int:
+        """Return the answers that a process samples at a time, once it is decided; 0 where it samples none."""
+        return 0
+
+    def uses_several_gpus(self, cfg: RunConfig) -> bool:
+        """Return whether one process may use a second GPU; the placement may be undecided."""
+        return False
+
+    def compiled(self, cfg: RunConfig) -> tuple[str, bool, str]:
+        """Return the key that asks for kernels which Triton builds, whether it does, and the value that does not."""
+        return "train.loss_head", cfg.train.loss_head == "liger", "chunked"
+
+    def notes(self, cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
+        """Return what the user should know of a sized run."""
+        return ()
+
+    def plan_fields(self, cfg: RunConfig) -> dict[str, int]:
+        """Return the task's own fields of plan.json; the preflight compares them with the trainer."""
+        return {}
+
+    def lengths(self, cfg: RunConfig) -> Iterator[tuple[str, int, int]]:
+        """Yield what shorter rows would mean: the key, its value, and what must stay below it."""
+        yield "cpt.block_size" if cfg.learns_documents else "model.max_seq_len", cfg.row_tokens, 0
+
+    def steps(self, cfg: RunConfig) -> tuple[int, str] | None:
+        """Return the optimizer steps of a run and why, where the task's own keys decide them."""
+        return None
+
+    def rows_per_record(self, cfg: RunConfig) -> int:
+        """Return the rows of a step that a row of the file makes."""
+        return 1
+
+    def describe_length(self, cfg: RunConfig) -> str:
+        """Describe rows of full length."""
+        return f"full blocks of {cfg.row_tokens} tokens" if cfg.learns_documents else "every row at full length"
+
+
+def find_sizing(cfg: RunConfig) -> TaskSizing:
+    """Find what the config's task answers, imported only now."""
+    part = cfg.task.part("plan")
+    return cast("TaskSizing", part.PLAN) if part else TaskSizing()
+
+
+def build_setting(
+    cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, strategy: Strategy, fit: Fit | None = None
+) -> Setting:
+    """Build the setting of a config in which all but the sizes is decided."""
+    execution = on_device(read_memory_setup(cfg), shape, device=hardware.device)
+    is_copied = cfg.cluster.strategy == "hsdp" and strategy == "fsdp"  # once on each node, twice on a single one
+    copies = max(2, hardware.world_size // (hardware.gpus or hardware.world_size)) if is_copied else 1
+    return Setting(
+        shape=shape, execution=execution, device=hardware.device, strategy=strategy, world_size=hardware.world_size,
+        copies=copies, fit=fit, task=find_sizing(cfg).memory(cfg, hardware=hardware), measures_first=cfg.eval.before,
+    )  # fmt: skip
+
+
+def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, strategy: Strategy) -> Forecast:
+    """Forecast one row a micro-batch, and one completion sampled at a time, the least that a run can do with.
+
+    `cfg` has no `auto` besides its sizes.
+    """
+    setting = build_setting(cfg, shape, hardware=hardware, strategy=strategy)
+    accumulates = cfg.train.effective_batch_size > hardware.world_size
+    return forecast(setting, Size(rows=1, seq=planned_tokens(cfg, hardware.lengths), accumulates=accumulates))
 
 
 STRATEGY = "cluster.strategy"
@@ -228,7 +523,7 @@ def size_run(
     sized = fill_open(decided, rest)
     notes = [*scaled_rate(sized), *task.notes(sized, shape), *without_effect(sized, machine)]
     if shape is not None and shape.experts:
-        from sftplay.plan.experts import describe_adapted
+        from sftplay.plan.mixers import describe_adapted
 
         notes += describe_adapted(sized, shape)
     seen = estimate_for(int(sized.train.batch_size)) if estimate_for else None

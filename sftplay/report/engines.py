@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sftplay.export.parity_table import HEAD, parity_rows
-from sftplay.model.weights_digest import digest_result
+from sftplay.model.start_point import digest_result
 from sftplay.report.figures import capitalized
 from sftplay.report.page import Block, Remark, Table
 from sftplay.report.run_files import RunFiles

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sftplay.config.rewards import RewardConfig
+from sftplay.config.data import RewardConfig
 from sftplay.report.chart import ChartPlan, logged, measured
 from sftplay.report.figures import as_number, capitalized, compare, find_name, format_figure
 from sftplay.report.history import mean

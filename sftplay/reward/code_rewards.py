@@ -19,7 +19,7 @@ from sftplay.sandbox.boxes.job import Job, Limits, Verdict
 from sftplay.units import parse_bytes
 
 if TYPE_CHECKING:
-    from sftplay.config.rewards import SandboxConfig
+    from sftplay.config.data import SandboxConfig
     from sftplay.sandbox.pool import Sandbox
 
 _THINK = re.compile(r"(?s:.*)</think(?:ing)?>|\s*<think(?:ing)?>(?s:.*)", re.IGNORECASE)

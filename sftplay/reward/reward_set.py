@@ -365,7 +365,7 @@ class RewardSet:
         self._content = frozenset(reward.name for reward in cfg.rewards if not judges_form(reward))
         self._processes: dict[str, RewardWorker] = {}
         self._threads: ThreadPoolExecutor | None = None
-        from sftplay.config.rewards import CODE_TESTS, MODEL
+        from sftplay.config.data import CODE_TESTS, MODEL
 
         try:
             for reward in cfg.rewards:

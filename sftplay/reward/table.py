@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 from sftplay.errors import ConfigError, nearest_names
 
 if TYPE_CHECKING:
-    from sftplay.config.rewards import RewardConfig
+    from sftplay.config.data import RewardConfig
     from sftplay.config.run import RunConfig
 
 RewardFunction = Callable[..., list[float | None]]

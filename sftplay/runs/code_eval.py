@@ -19,6 +19,7 @@ from sftplay.atomic import read_object, write_text
 from sftplay.config.load import load_config
 from sftplay.config.resolved import dump_resolved
 from sftplay.config.run import RunConfig
+from sftplay.data.records import Message
 from sftplay.errors import ConfigError, RunError, SftplayError, error_from_json
 from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.processes import end_launch
@@ -26,7 +27,7 @@ from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.model.source import is_local
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.decisions import decide_numerics
+from sftplay.plan.sizing import decide_numerics
 from sftplay.runs.finished_run import load_renderer, open_run, prepare_environment
 from sftplay.runs.inputs import check_model, known_shape
 from sftplay.signals import die_with_parent, popen_tied
@@ -139,7 +140,6 @@ def answer_share(subject: Subject, questions: Questions, *, rank: int = 0, world
     Random numbers belong to an answer's number, so that they do not depend on the number of processes.
     """
     prepare_environment(subject.cfg)
-    from sftplay.data.records import Message
     from sftplay.generate.generate import Generator, Sampling, answer_all
 
     cfg = subject.cfg

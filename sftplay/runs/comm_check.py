@@ -19,7 +19,7 @@ from sftplay.machine.probe import Machine
 from sftplay.model.start_point import resolve_names
 from sftplay.places import cache_root
 from sftplay.plan.communication import BUCKET_BYTES, SIZES_BYTES, Exchange, exchange_s, turning_bytes
-from sftplay.plan.memory import standing_bytes
+from sftplay.plan.forecast import standing_bytes
 from sftplay.plan.memory_setup import read_memory_setup
 from sftplay.plan.sizing import size_run
 from sftplay.runs.inputs import known_shape

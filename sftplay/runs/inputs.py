@@ -17,7 +17,7 @@ from sftplay.config.load import examine_config
 from sftplay.config.run import RunConfig
 from sftplay.config.section import find_spec as find_task_spec
 from sftplay.data.files import find_suffix, list_files
-from sftplay.data.layouts import read_layout_options, to_record
+from sftplay.data.layouts import read_layout_options, select_data_config, to_record
 from sftplay.data.read import is_hub_name, read_dialect, read_rows
 from sftplay.data.records import Refused, Text
 from sftplay.errors import (
@@ -42,7 +42,7 @@ def known_shape(cfg: RunConfig) -> ModelShape | None:
     that decide the shape of a model of puzzles are there, but not sound.
     """
     if not cfg.task.reads_text:
-        from sftplay.plan.task_sizing import find_sizing
+        from sftplay.plan.sizing import find_sizing
 
         return find_sizing(cfg).known_shape(cfg)
     shape = find_shape(cfg.model.name, cfg.model.revision, builtin=BUILTIN_CONFIGS)
@@ -270,8 +270,6 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         kind = cfg.datasets[int(key.split(".")[1])].type
     data, n_rows = cfg.data, 0
     if kind:
-        from sftplay.data.layouts import select_data_config
-
         data = select_data_config(cfg, kind)
     refused, fixes, n_damaged = list[str](), list[str](), 0
     for source, row in islice(read_rows(path, read_dialect(data)), 32):

@@ -30,7 +30,7 @@ from sftplay.machine.probe import Machine
 from sftplay.places import cache_root
 from sftplay.plan.fit import Fit, NoFit, Point, fit
 from sftplay.plan.forecast import Forecast, find_device, forecast
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import SizedRun
 from sftplay.runs.inputs import needs_no_hub
 from sftplay.units import format_bytes, format_seconds
 

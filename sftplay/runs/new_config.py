@@ -34,7 +34,7 @@ from sftplay.plan.report import estimate_workload
 from sftplay.plan.sizing import size_run
 from sftplay.runs.inputs import check_model, known_shape
 from sftplay.startup import leave_out
-from sftplay.units import format_bytes, format_seconds
+from sftplay.units import format_bytes, format_seconds, plural
 
 MOST_TOKENS = 4096
 """Longest limit that is proposed; the memory of a row grows with it."""
@@ -76,13 +76,13 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: 
     if survey.columns:
         values.set("data.columns", dict(survey.columns), why="guessed from the names: look at `make inspect`")
     if survey.refused:
-        why = f"{len(survey.refused):,} rows cannot be read, first {survey.refused[0]}"
+        why = f"{plural(len(survey.refused), 'row')} cannot be read, first {survey.refused[0]}"
         values.set("data.on_bad_row", "skip", why=why[:160])
     if values.cfg.train.max_steps is None:
         values.set("train.epochs", values.cfg.train.epochs, why="passes over the rows")
     # A run of fewer than 100 steps hardly leaves its warm-up: small data gets smaller batches.
     batch = next((size for size in (32, 16) if values.cfg.train.epochs * n_rows / size >= 100), 8)
-    values.set("train.effective_batch_size", batch, why=f"rows a step; {n_rows:,} rows were found")
+    values.set("train.effective_batch_size", batch, why=f"rows a step, of {plural(n_rows, 'row')} found")
     values.set("train.learning_rate", "auto", why="auto takes the usual peak rate of the mode")
     mode: str = values.cfg.tuning.mode
     name, reason = values.cfg.model.name, ""
@@ -191,7 +191,7 @@ def command_for(verb: str, config: str) -> str:
 
 
 def _write(lines: dict[str, tuple[Any, str]], *, survey: Survey, out: str) -> str:
-    rows = f"{len(survey.records):,} rows" if survey.is_all else f"the first {SURVEYED_ROWS:,} rows"
+    rows = plural(len(survey.records), "row") if survey.is_all else f"the first {SURVEYED_ROWS:,} rows"
     source = print_on_one_line(str(lines["data.train_path"][0]))
     head = [
         f"# Made by `sftplay init` on {time.strftime('%Y-%m-%d')} from {rows} of {source}, for this machine.",

@@ -36,7 +36,7 @@ from sftplay.launch.nodes import (
 )
 from sftplay.launch.processes import find_death
 from sftplay.machine.probe import Machine, library_versions, probe
-from sftplay.model.weights_digest import weights_digests
+from sftplay.model.start_point import weights_digests
 from sftplay.places import ROOT
 from sftplay.runs.inputs import check_inputs
 from sftplay.runs.start import build_command, read_scale

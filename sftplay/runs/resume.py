@@ -21,7 +21,7 @@ from sftplay.launch.command import Scale
 from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import SizedRun
 from sftplay.runs.finished_run import describe_end
 from sftplay.runs.inputs import check_inputs
 from sftplay.runs.start import build_command, print_command, read_scale, run_workers, size, split_rows, write_plan

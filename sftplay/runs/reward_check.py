@@ -1,13 +1,17 @@
-"""Try the rewards of a config on right answers and on junk, before anything is trained."""
+"""Try the rewards of a config on right answers and on junk that must not pay, before anything is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice, repeat
+from typing import Any, Literal
 
 from sftplay import log
+from sftplay.config.data import MODEL, RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.data.layouts import read_layout_options
 from sftplay.data.load_problems import sound_problems
@@ -16,11 +20,273 @@ from sftplay.data.prompts import read_reward_columns, to_prompt
 from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Refused, Source
 from sftplay.environments.processes import EnvironmentSpec, open_single_turns
-from sftplay.errors import DataError
-from sftplay.reward.check import TRIED_ROWS, Case, check_before_training
-from sftplay.reward.code_rewards import find_code, read_limits
-from sftplay.reward.reward_set import PASSED, RewardSet, aligned, find_secrets
-from sftplay.reward.table import is_user_function, judges_form, missing_column, reward_problems
+from sftplay.errors import DataError, RunError
+from sftplay.reward.code_rewards import CodeTests, find_code, read_limits
+from sftplay.reward.reward_set import PASSED, RewardSet, RewardWorker, aligned, find_secrets
+from sftplay.reward.table import (
+    ENVIRONMENT_REWARD,
+    RewardValues,
+    is_user_function,
+    judges_form,
+    missing_column,
+    reward_problems,
+)
+from sftplay.reward.text_rewards import in_form
+
+NOISE = "lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt"
+
+TESTS = "tests"
+"""The column that rows have whose answers are programs."""
+
+FORGERIES = (
+    "an empty program",
+    "a program that ends itself",
+    "a value that equals everything",
+    "a program that forges its verdict",
+)
+"""Cheating programs that no row may pay: no mean over many rows excuses that."""
+
+Verdict = Literal["ok", "cannot_tell", "constant", "raises"]
+
+TRIED_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row on which rewards are tried: its right answer, and the columns that rewards get."""
+
+    gold: str
+    columns: Mapping[str, Any]
+    where: str = ""
+    """The row's place."""
+
+
+def junk_answers(cases: Sequence[Case]) -> dict[str, list[str]]:
+    """Return an answer for each case by kind of junk. Kinds for which the rows offer nothing wrong are left out."""
+    golds = [case.gold for case in cases]
+    others = [
+        next((other for other in (*golds[n + 1 :], *golds[:n]) if other != gold), "") for n, gold in enumerate(golds)
+    ]
+    answers = {
+        "nothing": ["" for _ in golds],
+        "noise": [NOISE for _ in golds],
+        "again and again": [" ".join([other or NOISE] * 400) for other in others],
+    }
+    if all(others):
+        answers["another row's answer"] = others
+    if all(TESTS in case.columns for case in cases):
+        programs = [cheating_programs(case.columns) for case in cases]
+        answers |= {kind: [f"```python\n{made[kind]}\n```" for made in programs] for kind in programs[0]}
+    elif all(others):  # of several programs the one with the right name is the answer
+        several = list(dict.fromkeys(golds))[:4]
+        answers["several answers"] = [
+            "\n".join(dict.fromkeys([gold, *several, other])) for gold, other in zip(golds, others, strict=True)
+        ]
+    return answers
+
+
+def cheating_programs(columns: Mapping[str, Any]) -> dict[str, str]:
+    """Write a program of each kind that cheats, for the columns of a row."""
+    name = str(columns.get("entry_point") or "solution")
+    try:
+        first_test = ast.parse((columns.get(TESTS) or [""])[0])
+        expected = next(
+            (ast.unparse(node.comparators[0]) for node in ast.walk(first_test) if isinstance(node, ast.Compare)), "None"
+        )
+    except (SyntaxError, ValueError):
+        expected = "None"
+    function = f"def {name}(*args, **named):"
+    return {
+        "an empty program": "",
+        "a program that ends itself": f"import os\nos._exit(0)\n{function} return None",
+        "a function that leaves": f"{function} raise SystemExit(0)",
+        "a value that equals everything": (
+            "class Any(int):\n"
+            "    def __eq__(self, other): return True\n"
+            "    __ne__ = lambda self, other: False\n"
+            "    __hash__ = int.__hash__\n"
+            f"{function} return Any(987654321)"
+        ),
+        "the first test by heart": f"{function} return {expected}",
+        "a program that says it passed": f"print('all tests passed')\n{function} print('all tests passed')",
+        # It has the box say that every test passed: where tests share the program's process, that is believed.
+        "a program that forges its verdict": (
+            "import sys\n"
+            "for agent in [each for name, each in sys.modules.items() if name.endswith('inside.agent')]:\n"
+            "    agent.ORDERS['test'] = lambda *args, **named: {'status': '\"ok\"'}\n"
+            "class Named(type):\n"
+            "    def __getattr__(cls, name): return cls\n"
+            f"class {name}(metaclass=Named):\n"
+            "    def __init__(self, *args, **named): pass"
+        ),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCheck:
+    """What came of trying one reward."""
+
+    name: str
+    verdict: Verdict
+    gold_mean: float | None
+    junk_mean: float | None
+    """Of the kind of junk that scored best."""
+
+    junk: dict[str, float | None] = field(default_factory=dict)
+    """Kind of junk -> mean of its values that are known."""
+
+    why: str = ""
+    paid: list[str] = field(default_factory=list)
+    """Places of the rows that paid a forgery as much as the right answer."""
+
+    in_process: list[str] = field(default_factory=list)
+    """Places of the rows whose tests share the program's process: a program can forge their verdict."""
+
+    seconds: float = 0.0
+
+
+def check_reward(call: RewardWorker | CodeTests, cases: Sequence[Case], *, reward: RewardConfig) -> RewardCheck:
+    """Try a reward on the gold and junk answers of the cases."""
+    began = time.monotonic()
+    cases = [replace(case, gold=_marked(call, case.gold)) for case in cases]
+    columns = {name: [case.columns[name] for case in cases] for name in cases[0].columns}
+    places = [case.where or f"row {n}" for n, case in enumerate(cases, 1)]
+    gold = call([case.gold for case in cases], **columns)
+    kinds = {kind: call(answers, **columns) for kind, answers in junk_answers(cases).items()}
+    junk = {kind: _mean_known(scores) for kind, scores in kinds.items()}
+    verdict, why = _judge(gold, junk, only_form=judges_form(reward))
+    paid = [] if judges_form(reward) else [
+        f"{place} pays {kind} {value:g}"
+        for kind in FORGERIES if kind in kinds
+        for place, value, right in zip(places, kinds[kind].values, gold.values, strict=True)
+        if value is not None and right is not None and value >= right > 0
+    ]  # fmt: skip
+    if paid and verdict == "ok":
+        verdict, why = "cannot_tell", "; ".join(paid[:5])
+    verdicts = zip(places, gold.verdicts, strict=True) if gold.verdicts else ()
+    return RewardCheck(
+        reward.name,
+        verdict,
+        gold_mean=_mean_known(gold),
+        junk_mean=max((mean for mean in junk.values() if mean is not None), default=None),
+        junk=junk,
+        why=why,
+        paid=paid,
+        in_process=[place for place, program in verdicts if program.get("mode") == "in_process"],
+        seconds=round(time.monotonic() - began, 3),
+    )
+
+
+def _marked(call: RewardWorker | CodeTests, gold: str) -> str:
+    """Return the right answer as the reward reads it: a row need not have the marks that a model is to write."""
+    if call.use == "format":
+        return in_form(gold, **call.options)
+    if call.use == "math":
+        return gold if any(mark in gold for mark in ("####", "\\boxed", "answer is")) else in_form(gold, form="boxed")
+    after = str(call.options.get("after", "")) if call.use == "exact_match" else ""
+    return gold if after in gold else f"{after} {gold}"
+
+
+def check_rewards(
+    rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig, single_turns: Mapping[str, Any] | None = None
+) -> list[RewardCheck]:
+    """Try each reward of the config on the columns that all cases have; `single_turns` stand in, by name, for those
+    that an environment gives. Raise DataError where a reward reads a column that the cases do not have.
+    """
+    shared, given = set.intersection(*(set(case.columns) for case in cases)), single_turns or {}
+    calls = {**rewards.workers, **given}
+    for number, reward in enumerate(cfg.rewards):
+        if reward.name in given:
+            continue
+        if missing := missing_column(reward, shared):
+            what = f"the reward {reward.name} reads the column {missing}, which not every row has"
+            raise DataError(what, where=cfg.rows_path, fix=f"add the column, or remove rewards.{number}")
+    cases = [replace(case, columns={name: case.columns[name] for name in sorted(shared)}) for case in cases]
+    checks = [check_reward(calls[reward.name], cases, reward=reward) for reward in cfg.rewards]
+    why = "not tried on right answers: one turn does not end its task"
+    return [
+        replace(check, verdict="ok", why=why)
+        if getattr(calls[check.name], "goes_on", False) and check.verdict in ("cannot_tell", "constant")
+        else check
+        for check in checks
+    ]
+
+
+def check_before_training(
+    cfg: RunConfig,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    rewards: RewardSet,
+    places: Iterable[str] = (),
+    single_turns: Mapping[str, Any] | None = None,
+) -> list[RewardCheck]:
+    """Try the rewards that a model is about to learn from, on rows with the column `answer`; one process does it.
+
+    `rows` are the columns of the first prompts to train on, `places` where they stand. Nothing is tried without two
+    different answers, and that is said. A reward of weight 0 may be anything. That a reward for form is constant is
+    only said, since the rows' own answers need not have that form. Raise RunError where a reward cannot tell right
+    answers from junk; DataError where one reads a column that the rows do not have.
+    """
+    placed = list(islice(zip(rows, chain(places, repeat(""))), TRIED_ROWS))
+    known = {ENVIRONMENT_REWARD}.union(*(row for row, _ in placed))  # a run's environment gives the first
+    for reward in cfg.rewards if placed else ():
+        if missing := missing_column(reward, known):
+            what = f"the reward {reward.name} reads the column {missing}, which no row has"
+            raise DataError(what, where=cfg.rows_path, fix=f"add the column, or remove the reward {reward.name}")
+    answered = [(row, where) for row, where in placed if isinstance(row.get("answer"), str) and row["answer"].strip()]
+    cases = [Case(row["answer"], row, where) for row, where in answered]
+    if len({case.gold for case in cases}) < 2:
+        log.say("note: the rewards are not tried: the rows hold fewer than two different answers", "reward")
+        return []
+    checks = check_rewards(rewards, cases, cfg=cfg, single_turns=single_turns)
+    bad = []
+    for check, reward in zip(checks, cfg.rewards, strict=True):
+        if check.verdict == "ok" or reward.weight == 0:
+            continue
+        if check.verdict == "cannot_tell" and reward.use == MODEL:  # it compares answers to one prompt only
+            log.say(
+                f"warning: the reward model {check.name} cannot tell right answers from junk: {check.why}", "reward"
+            )
+        elif check.verdict == "constant" and judges_form(reward):
+            log.say(f"note: the reward {check.name} cannot be tried on these rows: {check.why}", "reward")
+        else:
+            bad.append(check)
+    if bad:
+        raise make_error(bad)
+    return checks
+
+
+def make_error(bad: Sequence[RewardCheck]) -> RunError:
+    """Make the error about rewards that are not ok."""
+    what = "; ".join(f"{check.name}: {check.verdict.replace('_', ' ')} ({check.why})" for check in bad)
+    fix = "mend these rewards: a model learns what is rewarded, not what was meant"
+    return RunError(what, where="rewards", fix=fix)
+
+
+def _mean_known(scores: RewardValues) -> float | None:
+    known = [value for value in scores.values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _judge(gold: RewardValues, junk: Mapping[str, float | None], *, only_form: bool) -> tuple[Verdict, str]:
+    best = _mean_known(gold)
+    if None in gold.values or best is None:
+        return "raises", "; ".join(gold.reasons)
+    known = {kind: mean for kind, mean in junk.items() if mean is not None}
+    if not known:
+        return "raises", "it gives no value for any junk"
+    values = [*(value for value in gold.values if value is not None), *known.values()]
+    width = max(values) - min(values)
+    if width == 0:
+        return "constant", f"everything gets {best:g}"
+    # The mean of gold answers must lie 0.3 of the values' range above the mean of every kind of junk.
+    near = {kind: mean for kind, mean in known.items() if best - mean < 0.3 * width}
+    # An answer of the right form may be wrong: it is enough that something falls behind.
+    if near and not (only_form and len(near) < len(known)):
+        worst = max(near, key=lambda kind: near[kind])
+        return "cannot_tell", f"{worst} gets {near[worst]:g}, right answers get {best:g}"
+    return "ok", ""
+
 
 OPEN_ENVIRONMENTS = ("openenv", "verifiers")
 """Shipped environments in which code of the user's choice runs."""

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.layers import RESOLVED
-from sftplay.config.load import load_config
+from sftplay.config.load import load_config, notes
 from sftplay.config.resolved import dump_resolved, flow
-from sftplay.config.rules import notes
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.launch.checkpoints import newest_complete
@@ -33,8 +32,7 @@ from sftplay.log import is_terminal
 from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.forecast import Hardware
-from sftplay.plan.sizing import size_run
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.runs.finished_run import describe_end, report_at_end
 from sftplay.runs.inputs import known_lengths, known_shape, needs_no_hub
 from sftplay.runs.strategy_setup import (

@@ -19,7 +19,7 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command import Launch, Scale, one_gpu_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import Machine, compiler_remedy, find_compiler_problem
-from sftplay.plan.task_sizing import find_sizing
+from sftplay.plan.sizing import find_sizing
 
 FIXED_DRIVER = "550.40.07"
 """From this driver on RTX 40 cards know that they cannot read each other's memory. accelerate 1.15 refuses several of

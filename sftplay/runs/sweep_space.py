@@ -15,10 +15,9 @@ from pydantic import Field, ValidationError
 from sftplay.config import layers
 from sftplay.config.keys import all_keys, all_sections, general_key, node_at
 from sftplay.config.layers import KeyPath, Layer, SourceLocation
-from sftplay.config.load import examine_config
+from sftplay.config.load import broken_rules, examine_config
 from sftplay.config.manual import accepts
 from sftplay.config.resolved import flow
-from sftplay.config.rules import broken_rules
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Positive, Section
 from sftplay.errors import ConfigError, ConfigErrors, nearest_names

@@ -38,7 +38,7 @@ from sftplay.launch.checkpoints import (
 )
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.source import describe_pickle, locate
-from sftplay.model.weights_digest import weights_digest, weights_digests
+from sftplay.model.start_point import weights_digest, weights_digests
 from sftplay.train.eval_mode import random_numbers_kept
 from sftplay.train.guards import StopOnBadStep, StopOnSignal, check_room, checkpoint_bytes
 from sftplay.train.metrics import MetricsWriter, Observer, print_progress

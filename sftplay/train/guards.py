@@ -25,7 +25,7 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.launch.checkpoints import is_marked, list_checkpoints, list_marked
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.signals import Echoes, StopAtOnce, catch_signals
-from sftplay.train.gradients import rough_gradient_norm
+from sftplay.train.exact_batch import rough_gradient_norm
 from sftplay.train.metrics import Observer
 from sftplay.units import format_seconds, parse_seconds
 

@@ -19,7 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from sftplay import log
-from sftplay.config.train import ProfileConfig
+from sftplay.config.run import ProfileConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.units import format_bytes
 

@@ -15,8 +15,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from sftplay import log
 from sftplay.atomic import whole_folder
 from sftplay.config.run import RunConfig
-from sftplay.errors import DataError
+from sftplay.errors import ConfigError, DataError
 from sftplay.export.adapter_card import write_adapter_card
+from sftplay.generate.generate import learned_positions
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_experts, describe_parameters, freeze_outside_text
 from sftplay.model.hub import fetch_weights
@@ -31,7 +32,7 @@ from sftplay.train.preflight import first_of_node, has_sharded_weights, wait_for
 from sftplay.train.task import Rows, Task
 from sftplay.train.train_run import TrainResult, TrainRun, describe_capacity, describe_rate, make_setup, write_manifest
 from sftplay.train.upstream import gather_zero3_weights
-from sftplay.units import format_count
+from sftplay.units import format_count, plural
 
 
 def gather_weights(trainer: Any) -> dict[str, dict[str, torch.Tensor]] | None:
@@ -142,6 +143,9 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     model = load_start(
         opened, source=extended_base, is_on_host=folder.read_json("plan.json").get("model_opened_on") == "host"
     )
+    if cfg.task.reads_text:
+        check_vocabulary(cfg, model, tokenizer, rows=rows)
+        check_positions(cfg, model, rows)
     if hasattr(task, "reshape_model"):
         model = task.reshape_model(model, tokenizer, cfg=cfg)
     before = folder.eval / "before.json"
@@ -195,6 +199,50 @@ def check_held_out(cfg: RunConfig, rows: Rows) -> None:
         )
 
 
+def check_vocabulary(cfg: RunConfig, model: Any, tokenizer: Any, *, rows: Rows) -> None:
+    """Raise ConfigError where the token that pads, or one of the rows of a trained text, has no embedding."""
+    known, tokens = model.get_input_embeddings().num_embeddings, {tokenizer.pad_token_id}
+    if len(tokenizer) <= known:
+        return
+    if not cfg.task.learns_from_rewards:
+        tokens |= {max(row["input_ids"]) for part in (rows.train, rows.held_out or ()) for row in part}
+    if (highest := max(map(int, tokens))) >= known:
+        text = tokenizer.convert_ids_to_tokens(highest)
+        raise ConfigError(
+            f"token {highest} ({text!r}) has no embedding: {cfg.model.name} has {known:,}, its tokenizer knows"
+            f" {len(tokenizer):,} tokens",
+            where=f"{cfg.origins.get('model.name', 'the config')} model.name",
+            fix="give it the tokenizer that it was trained with, or embeddings for the tokens that were added:"
+            " model.resize_token_embeddings(len(tokenizer)) of transformers, and save both",
+        )
+
+
+def check_positions(cfg: RunConfig, model: Any, rows: Rows) -> None:
+    """Say that rows are longer than the positions that the model was made for. Raise ConfigError where it has learned
+    a vector for each position, and so none for what lies behind the last.
+    """
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return
+    key, tokens = "cpt.block_size" if cfg.cpt.block_size else "model.max_seq_len", cfg.row_tokens
+    if not cfg.learns_documents:
+        completion = tokens - cfg.prompt_tokens if cfg.task.learns_from_rewards else 0
+        tokens = min(rows.report["longest_tokens"], tokens - completion) + completion
+        key = "grpo.max_completion_length" if cfg.task.turns == 1 else key
+    if tokens <= most:
+        return
+    fix = f"write {key}: {most}"
+    if cfg.task.turns == 1:
+        fix = f"let grpo.max_prompt_length and {key} be at most {most} together"
+    if learned_positions(model):
+        what = f"rows of up to {tokens:,} tokens do not fit the {most:,} positions that {cfg.model.name} has"
+        raise ConfigError(what, where=f"{cfg.origins.get(key, 'the config')} {key}", fix=fix)
+    log.say(
+        f"note: rows of up to {tokens:,} tokens are longer than the {most:,} positions that {cfg.model.name} was made"
+        f" for; to keep to them {fix}"
+    )
+
+
 def make_trainable(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -> Any:
     """Return `model` with the adapter that trains, where one does, and the rows of the tokens `new_ids`; all else is
     frozen.
@@ -224,7 +272,7 @@ def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> 
     kind += " (unsloth)" if cfg.tuning.backend == "unsloth" else ""
     log.say(
         f"Starting {'new' if train_run.checkpoint is None else 'continued'} {kind} run with "
-        f"{cfg.train.precision} precision on {log.world_size()} process(es): {steps} steps"
+        f"{cfg.train.precision} precision on {log.world_size()} process(es): {plural(steps, 'step')}"
     )
     if steps < 50:  # such a run hardly leaves its warm-up
         log.say(f"note: {steps} steps in all are few to learn from; more epochs, or a smaller effective batch")

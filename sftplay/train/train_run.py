@@ -24,7 +24,7 @@ from transformers.integrations import TensorBoardCallback
 
 from sftplay import __version__, log
 from sftplay.config.run import RunConfig
-from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.data.pipeline import order_hash, steps_for, training_order
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, MachineError, RunError, ran_out_of_memory, said_of_memory
 from sftplay.heartbeat import Heartbeat, heartbeat_path
@@ -38,8 +38,7 @@ from sftplay.model.recomputation import as_named_here, recomputation_arguments
 from sftplay.places import ROOT
 from sftplay.plan.flops import ModelFlops, model_flops
 from sftplay.train.checkpointing import MarkComplete, accept_numbered_cpus, choose_checkpoint
-from sftplay.train.exact_batch import ADVICE, Replay, StepSetup
-from sftplay.train.gradients import GradientSync
+from sftplay.train.exact_batch import ADVICE, GradientSync, Replay, StepSetup
 from sftplay.train.guards import (
     StopInTime,
     StopOnBadStep,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,11 @@ def config(**data: object) -> RunConfig:
 @pytest.fixture
 def finished(write_config: Callable[..., Path], tmp_path: Path) -> Path:
     """The config of a run that has ended well."""
-    path = write_config()
+    return end_well(write_config(), tmp_path)
+
+
+def end_well(path: Path, tmp_path: Path) -> Path:
+    """`path`, a config whose run has the files of one that trained on two processes and ended well."""
     folder = RunFolder(tmp_path / "outputs" / "run")
     sized = size_run(load_config(path), probe(), world_size=2, vocab_size=400).cfg
     write_text(folder.resolved, dump_resolved(sized))
@@ -53,11 +59,15 @@ def test_finished_run_that_is_asked_for_more_is_refused(finished: Path, capsys: 
 @pytest.fixture
 def stopped(finished: Path, tmp_path: Path) -> Path:
     """The same run, stopped behind a checkpoint of two processes."""
+    return stop(finished, tmp_path)
+
+
+def stop(path: Path, tmp_path: Path) -> Path:
     folder = RunFolder(tmp_path / "outputs" / "run")
     folder.write_json("status.json", {"state": "stopped"})
     marker = folder.checkpoints / "checkpoint-2" / "COMPLETE.json"
     write_text(marker, json.dumps({"step": 2, "world_size": 2, "files": {}}))
-    return finished
+    return path
 
 
 def test_another_number_of_processes_is_taken_and_said_unless_the_effective_batch_cannot_be_split_over_it(
@@ -69,6 +79,32 @@ def test_another_number_of_processes_is_taken_and_said_unless_the_effective_batc
     assert "began on 2 process(es) and continues on 1, each with" in capsys.readouterr().out
     assert main([*words, "3"]) == 2
     assert "effective batch 8 cannot be split exactly over 3 process(es)" in capsys.readouterr().err
+
+
+LORA = {"tuning__mode": "lora", "tuning__lora": {"r": 4, "alpha": 8, "dropout": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "in_config", "draws"),
+    [
+        pytest.param({"tuning__mode": "full"}, {}, False, id="nothing is drawn"),
+        pytest.param({"tuning__mode": "full"}, {"attention_dropout": 0.1}, True, id="the model's dropout"),
+        pytest.param({"tuning__mode": "full", "train__neftune_alpha": 5}, {}, True, id="noise"),
+        pytest.param(LORA, {}, True, id="the adapter's dropout"),
+    ],
+)
+def test_a_move_says_where_dropout_and_noise_draw_other_numbers(
+    keys: dict[str, Any], in_config: dict[str, float], draws: bool, tiny_llama: Path, tmp_path: Path,
+    write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | in_config))
+    config = stop(end_well(write_config(model__name=str(model), **keys), tmp_path), tmp_path)
+    assert main(["resume", "--config", str(config), "--dry-run", "--nproc", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "began on 2 process(es)" in said
+    assert ("dropout and noise draw other numbers" in said) == draws
 
 
 def test_checkpoint_given_as_a_path_names_its_run(

@@ -2,9 +2,8 @@
 
 import pytest
 
-from sftplay.config.load import load_config
+from sftplay.config.load import check_rules, load_config, notes
 from sftplay.config.resolved import dump_resolved
-from sftplay.config.rules import check_rules, notes
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing import size_run

@@ -9,9 +9,8 @@ from typing import get_args
 import pytest
 
 from sftplay.config.data import Column, Layout
-from sftplay.config.load import load_config
+from sftplay.config.load import load_config, notes
 from sftplay.config.resolved import dump_resolved
-from sftplay.config.rules import notes
 from sftplay.data.layouts import SHAPES
 from sftplay.errors import ConfigErrors
 from sftplay.tasks.preference.pairs import CHOSEN, MARGIN, REJECTED, SCORES, VERDICT

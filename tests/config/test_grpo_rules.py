@@ -3,7 +3,7 @@
 import pytest
 
 from sftplay.config.keys import differences, values_that_decide_weights
-from sftplay.config.rules import notes
+from sftplay.config.load import notes
 
 GRPO = "task_mode: grpo\nrewards: [{name: answer, use: exact_match}]\n"
 

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from sftplay.cli import main
 from sftplay.config.keys import all_keys, list_keys
-from sftplay.config.kits.conversions import HAND_ON_STATES
+from sftplay.config.kits.conversions import CONVERSIONS, HAND_ON_STATES
 from sftplay.config.kits.convert import Imported, import_config
-from sftplay.config.kits.switches import CONVERSIONS
 from sftplay.config.kits.table import Kit, read_kits
 from sftplay.config.load import load_config
 from sftplay.data.records import Chat, Message, Source

@@ -12,8 +12,7 @@ import pytest
 from sftplay.config.cluster import Strategy
 from sftplay.config.load import load_config
 from sftplay.config.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, as_table, rows
-from sftplay.config.run import TuningConfig
-from sftplay.config.train import Precision
+from sftplay.config.run import Precision, TuningConfig
 from sftplay.errors import ConfigErrors
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,7 @@ from sftplay.config.data import DataConfig, EvalConfig
 from sftplay.config.keys import all_keys
 from sftplay.config.load import load_config, load_resolved
 from sftplay.config.resolved import dump_resolved, flow
-from sftplay.config.run import LoggingConfig, LoraConfig, ModelConfig, RunConfig, TuningConfig
-from sftplay.config.train import TrainConfig
+from sftplay.config.run import LoggingConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig, TuningConfig
 
 AWKWARD = [
     "no",

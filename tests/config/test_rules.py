@@ -5,10 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.config.data import DataConfig
-from sftplay.config.load import load_config
-from sftplay.config.rules import check_rules, notes
-from sftplay.config.run import ModelConfig, RunConfig
-from sftplay.config.train import TrainConfig
+from sftplay.config.load import check_rules, load_config, notes
+from sftplay.config.run import ModelConfig, RunConfig, TrainConfig
 from sftplay.errors import ConfigErrors
 
 REFUSED = {

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.config.load import load_config
-from sftplay.config.rules import notes
+from sftplay.config.load import load_config, notes
 
 ROOT = Path(__file__).parents[2]
 SPLIT = "tuning: {mode: full}\nscore: {placement: sharded}\n"

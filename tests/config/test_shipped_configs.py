@@ -7,9 +7,8 @@ import pytest
 
 from sftplay.config.data import row_paths
 from sftplay.config.keys import all_keys
-from sftplay.config.load import load_config
+from sftplay.config.load import load_config, notes
 from sftplay.config.resolved import dump_resolved
-from sftplay.config.rules import notes
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from sftplay.data.records import Call, Chat, Message, Source, Text
-from sftplay.data.render.labels import Rendered
+from sftplay.data.render.masks import Rendered
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML
 

@@ -9,8 +9,7 @@ import pytest
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import Chat, Message, Source
 from sftplay.data.render import templates
-from sftplay.data.render.labels import labelled
-from sftplay.data.render.masks import Marked
+from sftplay.data.render.masks import Marked, labelled
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML, ChatTemplate
 from sftplay.data.render.vocabulary import Vocabulary

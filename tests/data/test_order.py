@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.data.pipeline import order_hash, steps_for, training_order
 
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 2**32 - 1))

@@ -15,7 +15,7 @@ from processes import HANG_S
 from tokenizers.processors import TemplateProcessing
 
 from sftplay.data.records import Message, Record, Source, Text
-from sftplay.data.render import labels
+from sftplay.data.render import masks
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML
 from sftplay.errors import DataError
@@ -91,8 +91,8 @@ def test_chat_without_a_template_has_a_problem_and_texts_go_on(modern_tokenizer:
 def test_of_a_very_long_text_only_the_beginning_is_tokenised(
     modern_tokenizer: Any, typed: str, monkeypatch: pytest.MonkeyPatch
 ):
-    assert (labels.SPARE_CHARACTERS, labels.CHARACTERS_A_TOKEN) == (1_000_000, 64)
-    monkeypatch.setattr(labels, "SPARE_CHARACTERS", 20_000)
+    assert (masks.SPARE_CHARACTERS, masks.CHARACTERS_A_TOKEN) == (1_000_000, 64)
+    monkeypatch.setattr(masks, "SPARE_CHARACTERS", 20_000)
     sentence = "seven stones over a quiet hill "
     long = sentence * 6_000  # 186,000 characters; read are 20,000 + 64 * 512
     records: list[Record] = [
@@ -144,7 +144,7 @@ def test_text_without_an_end_is_refused(modern_tokenizer: Any):
 def test_text_of_few_tokens_in_many_characters_is_tokenised_to_its_end(
     modern_tokenizer: Any, typed: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(labels, "SPARE_CHARACTERS", 1_000)
+    monkeypatch.setattr(masks, "SPARE_CHARACTERS", 1_000)
     modern_tokenizer.backend_tokenizer.add_tokens(["=" * 500])
     long = Text(f"a{typed}{'=' * 40_000}b", WHERE)
     (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([long], max_tokens=128)

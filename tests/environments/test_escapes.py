@@ -19,7 +19,7 @@ from processes import HANG_S
 
 from sftplay.environments.python import python
 from sftplay.sandbox.attacks.suite import Targets, boxed_processes, read_attacks, targets, wait_gone
-from sftplay.sandbox.choose import SAFE, find_problem
+from sftplay.sandbox.pool import SAFE, find_problem
 
 OWN = r"""
 === finds what an earlier call hung on the built-in names

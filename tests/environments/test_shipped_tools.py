@@ -25,7 +25,7 @@ from sftplay.environments.twenty_questions import make
 from sftplay.environments.verifiers import make as make_verifiers
 from sftplay.errors import ConfigError, DataError
 from sftplay.sandbox.boxes.executors import OWNER
-from sftplay.sandbox.choose import SAFE, find_problem
+from sftplay.sandbox.pool import SAFE, find_problem
 
 needs_box = pytest.mark.skipif(
     all(find_problem(name) for name in SAFE), reason="needs bubblewrap or landlock to box a program"

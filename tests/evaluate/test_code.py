@@ -6,8 +6,7 @@ from sftplay.data.problem import Problem
 from sftplay.errors import RunError
 from sftplay.evaluate.code import evaluate_code
 from sftplay.sandbox.boxes.job import Verdict
-from sftplay.sandbox.choose import SAFE, find_problem
-from sftplay.sandbox.pool import Sandbox
+from sftplay.sandbox.pool import SAFE, Sandbox, find_problem
 
 pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 

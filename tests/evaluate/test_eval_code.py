@@ -12,7 +12,7 @@ from in_process import Finished, Inputs, train
 from small_run import WORDS
 
 from sftplay import cli
-from sftplay.sandbox.choose import SAFE, find_problem
+from sftplay.sandbox.pool import SAFE, find_problem
 
 MBPP = Path(__file__).resolve().parents[3] / "shared" / "data" / "mbpp" / "sanitized-mbpp.json"
 KNOWN = 100

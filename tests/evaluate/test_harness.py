@@ -25,14 +25,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sftplay import cli
-from sftplay.config.rewards import SandboxConfig
+from sftplay.config.data import SandboxConfig
 from sftplay.data.render.render import Renderer
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.places import find_vllm_python
 from sftplay.report.figures import format_figure
 from sftplay.report.run_files import RunFiles
 from sftplay.sandbox import pool
-from sftplay.sandbox.choose import SAFE, find_problem
+from sftplay.sandbox.pool import SAFE, find_problem
 
 INSTALLED = find_spec("lm_eval") is not None
 pytestmark = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.config.rewards import RewardConfig
+from sftplay.config.data import RewardConfig
 from sftplay.data.load_prompts import Question
 from sftplay.evaluate.rewarded import Rewarded, compute_figures, reward_answers, write_evaluation
 from sftplay.reward.reward_set import BatchRewards

@@ -12,7 +12,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sftplay.parity.texts import make_texts
+from sftplay.parity.gguf_check import make_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 640

@@ -16,14 +16,14 @@ from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, GPT2LMHeadMod
 from sftplay.errors import ConfigError, RunError
 from sftplay.parity import by_llama_cpp
 from sftplay.parity.engine import Question
-from sftplay.parity.texts import make_texts
+from sftplay.parity.gguf_check import make_texts
 
 gguf = pytest.importorskip("gguf", reason="needs make install EXTRAS=gguf")
 pytest.importorskip("xllamacpp", reason="needs make install EXTRAS=gguf")
 
 from gguf_models import FAMILIES, LLAMA3_ROPE, ROOT, ROWS, TOKENIZERS, YARN, make_model  # noqa: E402
 
-from sftplay.export.gguf import families, quantize, vocabulary  # noqa: E402
+from sftplay.export.gguf import families, vocabulary, write  # noqa: E402
 from sftplay.export.gguf.write import file_bytes, list_types, write_gguf  # noqa: E402
 from sftplay.parity import gguf_check  # noqa: E402
 
@@ -148,7 +148,7 @@ def test_the_mixture_of_q4_k_m_is_that_of_llama_quantize():
 @pytest.mark.parametrize(("kind", "error"), [("Q4_K", 0.085), ("Q5_K", 0.045), ("Q6_K", 0.022)])
 def test_blocks_of_llama_cpp_are_read_back_by_the_package_gguf_near_what_they_were(kind: str, error: float):
     values = np.random.default_rng(0).normal(size=(4, 3, 512)).astype(np.float32)
-    kept = quantize.quantize(values, gguf.GGMLQuantizationType[kind], name="x")
+    kept = write.quantize(values, gguf.GGMLQuantizationType[kind], name="x")
     found = gguf.quants.dequantize(kept, gguf.GGMLQuantizationType[kind])
     assert found.shape == values.shape
     assert float(np.sqrt(((found - values) ** 2).mean())) < error  # of values with a deviation of 1
@@ -157,9 +157,9 @@ def test_blocks_of_llama_cpp_are_read_back_by_the_package_gguf_near_what_they_we
 def test_values_that_a_format_cannot_hold_are_refused():
     values = np.full((2, 32), 1e6, dtype=np.float32)
     with pytest.raises(RunError, match="F16 cannot hold"):
-        quantize.quantize(values, gguf.GGMLQuantizationType.F16, name="x")
+        write.quantize(values, gguf.GGMLQuantizationType.F16, name="x")
     with pytest.raises(RunError, match="cannot hold"):
-        quantize.quantize(np.full((2, 32), np.nan, dtype=np.float32), gguf.GGMLQuantizationType.Q8_0, name="x")
+        write.quantize(np.full((2, 32), np.nan, dtype=np.float32), gguf.GGMLQuantizationType.Q8_0, name="x")
 
 
 # Planted faults: each must be caught.
@@ -294,10 +294,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused():
 
 def test_a_mixture_that_is_not_written_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="'q4_k_s' is not written here") as refusal:
-        quantize.check_quants(("f16", "q4_k_s"))
+        write.check_quants(("f16", "q4_k_s"))
     assert refusal.value.fix == "did you mean 'q4_k_m'? (llama-quantize makes others of the f16 file)"
     with pytest.raises(ConfigError) as refusal:
-        quantize.check_quants(("zz",))
+        write.check_quants(("zz",))
     assert refusal.value.fix == "choose one of these (llama-quantize makes others of the f16 file)"
 
 

@@ -33,7 +33,6 @@ from transformers import AutoTokenizer, GenerationConfig
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export import serve as serve_module
 from sftplay.export import server as serving
-from sftplay.export import vllm_command
 from sftplay.export.gate import TOKEN
 from sftplay.export.serve import make_hub_cache, served_name, server_config, whole_model
 from sftplay.export.server import build_server, choose_port, choose_server, run_server
@@ -316,7 +315,7 @@ def test_auto_takes_vllm_where_it_is_installed(
 @pytest.fixture
 def vllm_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An environment with vLLM, in which nothing runs."""
-    monkeypatch.setattr(vllm_command, "find_python", lambda: tmp_path / "python")
+    monkeypatch.setattr(serving, "find_python", lambda: tmp_path / "python")
     return tmp_path / "python"
 
 
@@ -412,7 +411,7 @@ def test_an_adapter_is_served_under_names_that_vllm_mounts_or_not_at_all(
 def test_heads_that_vllm_does_not_compute_with_on_a_cpu_are_refused_before_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(vllm_command, "find_python", lambda: tmp_path / "python")
+    monkeypatch.setattr(serving, "find_python", lambda: tmp_path / "python")
     config = {"hidden_size": 32, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(MachineError, match="this model's are 8 wide"):
@@ -435,9 +434,9 @@ def test_heads_that_vllm_does_not_compute_with_on_a_cpu_are_refused_before_a_sta
 def test_weights_keep_their_dtype_where_the_machine_computes_it(
     stored: str | None, has_gpu: bool, has_bf16: bool, taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(vllm_command, "cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(serving, "cpu_has_bf16", lambda: has_bf16)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"dtype": stored}}))
-    assert vllm_command.find_dtype(tmp_path, has_gpu=has_gpu) == taken
+    assert serving.find_dtype(tmp_path, has_gpu=has_gpu) == taken
 
 
 @pytest.mark.parametrize(

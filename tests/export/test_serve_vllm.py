@@ -26,7 +26,7 @@ from small_run import WORDS
 from transformers import AutoTokenizer
 
 from sftplay.export.gate import ENDPOINTS, TOKEN
-from sftplay.export.vllm_command import BASE
+from sftplay.export.server import BASE
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import HOST, free_port
 from sftplay.places import find_vllm_python

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.model import weights_digest as digests
-from sftplay.model.weights_digest import weights_digest, weights_digests
+from sftplay.model import start_point
+from sftplay.model.start_point import weights_digest, weights_digests
 
 
 def test_digest_of_a_file_is_sha256_of_its_size_and_bytes_and_not_of_its_time(tmp_path: Path):
     path = tmp_path / "model.safetensors"
-    content = os.urandom(3 * digests.CHUNK_BYTES + 17)
+    content = os.urandom(3 * start_point.CHUNK_BYTES + 17)
     path.write_bytes(content)
     expected = hashlib.sha256(str(len(content)).encode() + content).hexdigest()
     assert weights_digest(path) == expected
@@ -23,7 +23,7 @@ def test_digest_of_a_file_is_sha256_of_its_size_and_bytes_and_not_of_its_time(tm
 
 
 def test_of_a_large_file_both_ends_and_pieces_between_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(digests, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(start_point, "CHUNK_BYTES", 10)
     path, content = tmp_path / "model.safetensors", bytearray(1000)
     path.write_bytes(content)
     before = weights_digest(path, whole_bytes=100, chunks=3)

@@ -8,7 +8,7 @@ from typing import Any
 
 from oracle.cases import Case, TraceSettings
 from oracle.record import recorded_peaks
-from sftplay.plan.memory import Size, estimate
+from sftplay.plan.forecast import Size, estimate
 from sftplay.plan.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 

@@ -22,8 +22,8 @@ from sftplay.errors import RunError
 from sftplay.export.merge import merge
 from sftplay.launch.run_folder import RunFolder
 from sftplay.parity import by_vllm
+from sftplay.parity.compare import Reference
 from sftplay.parity.engine import Question
-from sftplay.parity.reference import Reference
 from sftplay.parity.results import find_gguf_files
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"

@@ -57,7 +57,7 @@ def starts(run: Finished, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         return by_transformers.answer_all(own, questions, max_new_tokens=tokens, end_ids=[2])
 
     monkeypatch.setattr(by_vllm, "answer_all", answer)
-    monkeypatch.setattr("sftplay.commands.parity.find_vllm_python", lambda: Path("python"))
+    monkeypatch.setattr("sftplay.commands.export.find_vllm_python", lambda: Path("python"))
     return seen
 
 

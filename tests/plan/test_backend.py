@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.config.load import load_config
-from sftplay.config.rules import check_rules
+from sftplay.config.load import check_rules, load_config
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing import size_run

@@ -13,7 +13,7 @@ from oracle.shards_trace import LONGEST, ROWS, TOKENS, config_of, trace_shards
 
 from sftplay.config.run import RunConfig
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.memory import SHARDING, Footprint
+from sftplay.plan.forecast import SHARDING, Footprint
 from sftplay.plan.memory_setup import WORKSPACE_BYTES, MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.tasks.grpo.plan import DRAW, REFERENCE

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
 from sftplay.model.adapter import add_adapter, names_of_experts
-from sftplay.plan.experts import ADAPTED_MIXTURES, EXPERT_NAMES, describe_adapted
+from sftplay.plan.mixers import ADAPTED_MIXTURES, EXPERT_NAMES, describe_adapted
 from sftplay.plan.more_families import FAMILIES
 from sftplay.plan.shape_from_config import EXPERT_KEYS, EXPERTS_NAMED, MIXTURES, shape_from_config
 

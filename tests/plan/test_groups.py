@@ -19,8 +19,7 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.model.recomputation import recomputation_arguments
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.sizing import size_run
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.tasks.grpo.task import grpo_arguments
 
 GIB = 2**30

@@ -12,10 +12,9 @@ from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan import decisions
-from sftplay.plan.decisions import Decision, decide_numerics
+from sftplay.plan import sizing
 from sftplay.plan.find_shape import find_shape, read_table
-from sftplay.plan.sizing import size_run
+from sftplay.plan.sizing import Decision, decide_numerics, size_run
 
 ROOT = Path(__file__).resolve().parents[2]
 HYBRID, SINKS, PLAIN = "Qwen/Qwen3.5-9B", "openai/gpt-oss-20b", "Qwen/Qwen3-0.6B"
@@ -30,7 +29,7 @@ MACHINE = Machine(
 def decided(model: str, **values: object) -> dict[str, Decision]:
     """With flash attention installed, on an H100."""
     cfg: RunConfig = load_config(ROOT / "configs/run_lora.yaml").with_values({"model.name": model, **values}, "test")
-    with patch.object(decisions, "find_spec", lambda name: object()):
+    with patch.object(sizing, "find_module", lambda name: object()):
         return decide_numerics(cfg, MACHINE, shape=find_shape(model))
 
 

@@ -12,8 +12,7 @@ from sftplay.errors import SftplayError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.devices import find_card
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.sizing import size_run
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.tasks.score.spec import OWN, resolve_layout
 
 LLAMA = "meta-llama/Llama-3.2-3B"

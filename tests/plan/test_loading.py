@@ -17,8 +17,7 @@ from sftplay.model import weights
 from sftplay.model.load import load_start
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.forecast import LOAD, OPENED
-from sftplay.plan.sizing import size_run
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.tasks.worker import find_runner
 from sftplay.train import run_task
 

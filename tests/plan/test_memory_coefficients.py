@@ -12,7 +12,7 @@ from oracle.closed_form import closed_bytes, read_memory_setup, traced_bytes
 
 from sftplay.config.load import load_config
 from sftplay.plan import memory_setup
-from sftplay.plan.memory import Size, estimate, standing_bytes
+from sftplay.plan.forecast import Size, estimate, standing_bytes
 from sftplay.plan.memory_setup import trained_params
 from sftplay.plan.shape_from_config import shape_from_config
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle.cases import FAMILIES
 
-from sftplay.plan.memory import Size, estimate, find_share, standing_bytes
+from sftplay.plan.forecast import Size, estimate, find_share, standing_bytes
 from sftplay.plan.memory_setup import Adapter, MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 

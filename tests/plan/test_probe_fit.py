@@ -12,7 +12,7 @@ from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.fit import Fit, MemoryLine, NoFit, Point, fit
-from sftplay.plan.memory import Size, estimate
+from sftplay.plan.forecast import Size, estimate
 from sftplay.plan.sizing import size_run
 
 ROOT = Path(__file__).resolve().parents[2]

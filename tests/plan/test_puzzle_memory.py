@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.sizing import size_run
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.tasks.hrm.act import all_halted, run_segment
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
 from sftplay.tasks.hrm.plan import (

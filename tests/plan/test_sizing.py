@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan import decisions
+from sftplay.plan import sizing
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.forecast import Hardware, find_device, forecast
-from sftplay.plan.memory import Size
+from sftplay.plan.forecast import Hardware, Size, find_device, forecast
 from sftplay.plan.shape_from_config import shape_from_config
-from sftplay.plan.sizing import size_run, split_batch
-from sftplay.plan.task_sizing import build_setting
+from sftplay.plan.sizing import build_setting, size_run, split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -166,13 +164,13 @@ def test_a_model_that_caps_the_scores_of_its_attention_is_not_given_to_sdpa_whic
     with pytest.raises(MachineError, match="caps the scores of its attention, which sdpa does not do") as caught:
         size_run(cfg.with_values({"model.attn": "sdpa"}, "test"), CPU, shape=capped)
     assert caught.value.fix == "leave model.attn on auto (eager here)"
-    monkeypatch.setattr(decisions, "find_spec", lambda name: object())
+    monkeypatch.setattr(sizing, "find_module", lambda name: object())
     assert size_run(free, machine(H200), shape=capped).cfg.model.attn == "flash_attention_2"
 
 
 def test_rows_are_packed_where_a_kernel_skips_the_gaps_and_nowhere_else(monkeypatch):
     assert size_run(config(packing="auto"), machine(H200)).cfg.train.packing is False
-    monkeypatch.setattr(decisions, "find_spec", lambda name: object())
+    monkeypatch.setattr(sizing, "find_module", lambda name: object())
     sized = size_run(config(packing="auto"), machine(H200)).cfg
     assert (sized.model.attn, sized.train.packing) == ("flash_attention_2", True)
     assert size_run(config(packing="auto"), machine(V100)).cfg.train.packing is False

@@ -12,13 +12,13 @@ from processes import HANG_S
 
 from sftplay.cli import main
 from sftplay.commands.reward_check import reward_check
+from sftplay.config.data import RewardConfig
 from sftplay.config.load import load_config
-from sftplay.config.rewards import RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError
-from sftplay.reward.check import Case, check_before_training, check_reward
 from sftplay.reward.reward_set import RewardSet, RewardWorker
-from sftplay.sandbox.choose import SAFE, find_problem
+from sftplay.runs.reward_check import Case, check_before_training, check_reward
+from sftplay.sandbox.pool import SAFE, find_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [path for path in sorted(ROOT.glob("configs/*.yaml")) if "\nrewards:" in path.read_text()]

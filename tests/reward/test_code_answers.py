@@ -9,7 +9,7 @@ from processes import HANG_S
 from sftplay.config.run import RunConfig
 from sftplay.reward.code_rewards import LONGEST_CODE, find_code, is_program
 from sftplay.reward.reward_set import RewardSet
-from sftplay.sandbox.choose import SAFE, find_problem
+from sftplay.sandbox.pool import SAFE, find_problem
 
 needs_boxes = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 

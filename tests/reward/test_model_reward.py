@@ -15,7 +15,7 @@ from sftplay.errors import ConfigError
 from sftplay.reward.model_reward import find_score_model, open_scorer
 from sftplay.reward.reward_set import RewardSet
 from sftplay.reward.table import reward_problems
-from sftplay.tasks.reward_model.score_head import to_score_model
+from sftplay.tasks.reward_model.scores import to_score_model
 
 
 @pytest.fixture(scope="module")

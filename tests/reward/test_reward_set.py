@@ -10,7 +10,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, combined
 from sftplay.reward.table import RewardValues
-from sftplay.sandbox.choose import SAFE, find_problem
+from sftplay.sandbox.pool import SAFE, find_problem
 
 needs_boxes = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 

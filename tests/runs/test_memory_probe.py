@@ -16,8 +16,7 @@ from sftplay.config.load import load_config
 from sftplay.errors import MachineError, RunError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.sizing import size_run
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.runs import memory_probe, start
 from sftplay.runs.memory_probe import ProbeTarget, reason_not_to_probe, run_probe, size_by_probe
 from sftplay.tasks import TASKS

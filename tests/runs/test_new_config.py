@@ -181,7 +181,7 @@ def test_the_config_that_is_written_is_valid_and_says_what_was_found(tmp_path, t
     text = Path("run.yaml").read_text()
     assert f"has {report['longest_tokens']} tokens" in text
     assert "guessed from the names" in text
-    assert "1 rows cannot be read" in text
+    assert "1 row cannot be read" in text
 
 
 @pytest.mark.contract

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sftplay.config.load import load_config
-from sftplay.plan.decisions import Decision
-from sftplay.plan.task_sizing import SizedRun
+from sftplay.plan.sizing import Decision, SizedRun
 from sftplay.runs.start import decision_lines
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/run_demo.yaml"

@@ -10,7 +10,7 @@ from patience import PATIENT
 from sftplay.sandbox.boxes.executors import Executor
 from sftplay.sandbox.boxes.job import Job, Verdict
 from sftplay.sandbox.boxes.judge import judge
-from sftplay.sandbox.choose import SAFE, WARM, find_problem
+from sftplay.sandbox.pool import SAFE, WARM, find_problem
 
 KINDS = [(name, True) for name in WARM] + [(name, False) for name in SAFE]
 

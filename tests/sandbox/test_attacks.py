@@ -38,7 +38,7 @@ SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 AS_NOBODY = """
 from sftplay.sandbox.attacks.suite import run_attacks
-from sftplay.sandbox.choose import SAFE, WARM, find_problem
+from sftplay.sandbox.pool import SAFE, WARM, find_problem
 if problem := find_problem({name!r}, is_warm={is_warm}):
     print("cannot be used here:", problem)
 else:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.sandbox.boxes.job import Job, Limits
-from sftplay.sandbox.choose import SAFE, find_problem
-from sftplay.sandbox.pool import Sandbox
+from sftplay.sandbox.pool import SAFE, Sandbox, find_problem
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 MBPP, HUMANEVAL = DATA / "mbpp" / "sanitized-mbpp.json", DATA / "humaneval" / "HumanEval.jsonl"

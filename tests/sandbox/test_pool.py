@@ -16,12 +16,11 @@ from patience import PATIENT
 from processes import HANG_S
 
 from sftplay.errors import ConfigError, MachineError
-from sftplay.sandbox import choose
+from sftplay.sandbox import pool
 from sftplay.sandbox.boxes.box import Lost
 from sftplay.sandbox.boxes.executors import Bwrap, WarmBwrap
 from sftplay.sandbox.boxes.job import Job
-from sftplay.sandbox.choose import SAFE, find_problem
-from sftplay.sandbox.pool import Sandbox
+from sftplay.sandbox.pool import SAFE, Sandbox, find_problem
 
 pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
@@ -61,22 +60,22 @@ def test_verdicts_come_in_the_order_of_the_jobs_and_equal_jobs_run_once(sandbox)
 
 def test_without_an_executor_it_refuses_and_says_what_to_install(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(choose, "SAFE", {"bwrap": Bwrap})
-    choose.find_problem.cache_clear()
+    monkeypatch.setattr(pool, "SAFE", {"bwrap": Bwrap})
+    pool.find_problem.cache_clear()
     with pytest.raises(MachineError) as caught:
         Sandbox()
-    choose.find_problem.cache_clear()
+    pool.find_problem.cache_clear()
     assert "bubblewrap is not installed" in caught.value.what
     assert "apt-get install bubblewrap" in caught.value.fix
     assert caught.value.exit_code == 3
 
 
 def test_an_executor_with_a_hole_is_refused(monkeypatch):
-    monkeypatch.setattr(choose, "SAFE", {"bwrap": choose.PlainProcess})
-    choose.find_problem.cache_clear()
+    monkeypatch.setattr(pool, "SAFE", {"bwrap": pool.PlainProcess})
+    pool.find_problem.cache_clear()
     with pytest.raises(MachineError, match="escaped: reads a private file"):
         Sandbox("bwrap")
-    choose.find_problem.cache_clear()
+    pool.find_problem.cache_clear()
 
 
 def test_an_unknown_executor_or_package_is_refused():

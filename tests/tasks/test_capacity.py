@@ -10,7 +10,7 @@ from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
-from sftplay.plan.decisions import decide_numerics
+from sftplay.plan.sizing import decide_numerics
 from sftplay.train.train_run import describe_capacity, describe_rate
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/run_demo.yaml"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOTrainer
 
-from sftplay.data.order import training_order
+from sftplay.data.pipeline import training_order
 from sftplay.errors import RunError
 
 REWARDS = """

@@ -25,7 +25,7 @@ from holding import Hold, write_hook
 from killed_worker import killed_at
 from processes import HANG_S, is_alive, wait_until
 
-from sftplay.data.order import training_order
+from sftplay.data.pipeline import training_order
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, STEP_ROWS, STEPS, SAVE_STEPS, SEED = 70, 8, 18, 5, 42

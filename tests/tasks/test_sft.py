@@ -14,7 +14,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from sftplay.data.order import training_order
+from sftplay.data.pipeline import training_order
 from sftplay.errors import DataError
 from sftplay.model.load import load_result
 from sftplay.model.recomputation import is_recomputing

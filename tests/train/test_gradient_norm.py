@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sftplay.train.gradients import CHUNK, gradient_norm, rough_gradient_norm
+from sftplay.train.exact_batch import CHUNK, gradient_norm, rough_gradient_norm
 
 
 def with_gradients(*sizes: int) -> list[nn.Parameter]:

@@ -18,7 +18,7 @@ from sftplay.data.pipeline import load_examples
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.train.gradients import exposed_s
+from sftplay.train.exact_batch import exposed_s
 
 STEPS = 6
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 
-from sftplay.config.train import ProfileConfig
+from sftplay.config.run import ProfileConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.train.profiler import ProfileSteps, idle_share
 

@@ -16,7 +16,7 @@ import yaml
 
 from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.keys import general_key
-from sftplay.config.kits.switches import follow
+from sftplay.config.kits.conversions import follow
 from sftplay.config.kits.table import (
     EMPTY,
     Answer,

@@ -12,7 +12,7 @@
     `otherwise` (why it is not offered), refused; `nearest` is then written instead, a
     value or one for each value there, with `*` for all others;
   - `first`: a key that decides where the file has it;
-  - `by` and `with`: the name of a conversion in `switches.CONVERSIONS`, and what it needs besides the value;
+  - `by` and `with`: the name of a conversion in `conversions.CONVERSIONS`, and what it needs besides the value;
   - `verdict: auto`: where `auto` is written, the kit decides and nothing was translated;
   - `why`: a word on it for the table and the comment; `differs: true`: it is said at the top of the config too, because
     the run is not the same.

@@ -21,7 +21,22 @@ from numpy.typing import NDArray
 
 from sftplay import log
 from sftplay.atomic import read_object, whole_file, write_text
-from sftplay.data.ingest.children import NO_ROOM_CODE, ChildEnd, ChildPool, ChildTask
+from sftplay.data.ingest.children import (
+    ERRORS,
+    NO_ROOM_CODE,
+    STEPS,
+    ChildEnd,
+    ChildPool,
+    ChildTask,
+    Settings,
+    WalkEntry,
+    WorkFolder,
+    answer_path,
+    forget,
+    read_answer,
+    shown,
+    walk,
+)
 from sftplay.data.ingest.duplicates import (
     PERMUTATIONS,
     DuplicatePair,
@@ -32,18 +47,6 @@ from sftplay.data.ingest.duplicates import (
     find_near,
 )
 from sftplay.data.ingest.reading import EXAMPLES, LIBRARIES, RECORD, format_example, is_streamed, repeated, shard_path
-from sftplay.data.ingest.walk import (
-    ERRORS,
-    STEPS,
-    Settings,
-    WalkEntry,
-    WorkFolder,
-    answer_path,
-    forget,
-    read_answer,
-    shown,
-    walk,
-)
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, error_from_json
 
 STAGES = "sftplay.data.ingest.reading"

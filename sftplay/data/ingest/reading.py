@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from sftplay.data.files import BOM, Charset, find_suffix, parsed
-from sftplay.data.ingest.children import FULL
+from sftplay.data.ingest.children import FULL, ROWS
 from sftplay.data.ingest.duplicates import band_keys, classify_characters, shingles, signature
 from sftplay.data.ingest.extract.document import (
     HEAD_BYTES,
@@ -36,7 +36,6 @@ from sftplay.data.ingest.extract.document import (
     to_block,
     wrap_width,
 )
-from sftplay.data.ingest.walk import ROWS
 from sftplay.data.read import Dialect, read_raw
 from sftplay.data.records import Refused, Source
 from sftplay.data.tables import parquet_rows

@@ -10,8 +10,18 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sftplay.data.records import IGNORE_INDEX, Chat, Message, Record, Text
-from sftplay.data.render.labels import NOWHERE, Rendered, Writer, labelled
-from sftplay.data.render.masks import Marked, Method, TurnFinder, Unproven, squeezed, uses_tools
+from sftplay.data.render.masks import (
+    NOWHERE,
+    Marked,
+    Method,
+    Rendered,
+    TurnFinder,
+    Unproven,
+    Writer,
+    labelled,
+    squeezed,
+    uses_tools,
+)
 from sftplay.data.render.templates import (
     OPENINGS,
     ROW_S,

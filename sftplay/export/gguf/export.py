@@ -61,8 +61,7 @@ def export_gguf(
     """
     check_target(out)
     check_extra()
-    from sftplay.export.gguf.quantize import check_quants
-    from sftplay.export.gguf.write import file_bytes
+    from sftplay.export.gguf.write import check_quants, file_bytes
 
     if llama_cpp is None:
         check_quants(quants)

@@ -14,25 +14,28 @@ from sftplay.machine.probe import Machine
 from sftplay.machine.releases import VLLM_INSTALL, vllm_problem
 from sftplay.places import find_python
 from sftplay.plan.activations import FP32, head_in_forward, inner_bytes, stream_bytes
-from sftplay.plan.decisions import Decision, Decisions
-from sftplay.plan.forecast import Forecast, Hardware, Setting, forecast, planned_tokens, with_loading
-from sftplay.plan.memory import (
+from sftplay.plan.forecast import (
     HALF,
     MASK_BYTES,
     SHARDING,
     DeviceShare,
     Footprint,
+    Forecast,
+    Hardware,
+    Setting,
     Size,
     Strategy,
     bias_bytes,
     estimate,
+    forecast,
+    planned_tokens,
     standing_bytes,
+    with_loading,
 )
 from sftplay.plan.memory_setup import MemorySetup, read_memory_setup, trained_params
 from sftplay.plan.report import PHASES, TaskReport, label
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.sizing import planned_strategy
-from sftplay.plan.task_sizing import TaskSizing, build_setting
+from sftplay.plan.sizing import Decision, Decisions, TaskSizing, build_setting, planned_strategy
 from sftplay.tasks.grpo.spec import EFFECTIVE, count_batch_completions
 from sftplay.units import GIB, format_bytes
 
@@ -374,7 +377,7 @@ def count_together(cfg: RunConfig) -> int:
 
 def keeps_groups(cfg: RunConfig) -> bool:
     """Return whether a micro-batch surely holds the completions of few prompts: it is asked for, and the micro-batches
-    of a step can be ordered (`length_order.depends_on_cut`)."""
+    of a step can be ordered (`shared_groups.depends_on_cut`)."""
     grpo = cfg.grpo
     is_free = grpo.loss_type != "bnpo" and grpo.top_entropy_quantile == 1 and not grpo.entropy_coef and not grpo.extra
     return grpo.share_prompts is True and is_free and grpo.steps_per_generation == 1

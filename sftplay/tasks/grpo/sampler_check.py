@@ -15,7 +15,6 @@ from sftplay import log
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.grpo.length_order import loss_mask
 from sftplay.tasks.grpo.sampler_faults import (
     DTYPE_FIX,
     ROWS,
@@ -25,8 +24,12 @@ from sftplay.tasks.grpo.sampler_faults import (
     Learner,
     Row,
     SamplerFacts,
+    find_old_heads,
+    find_old_weights,
+    list_other_prompts,
+    read_server_facts,
 )
-from sftplay.tasks.grpo.sampler_weights import find_old_heads, find_old_weights, list_other_prompts, read_server_facts
+from sftplay.tasks.grpo.shared_groups import loss_mask
 from sftplay.train.preflight import has_sharded_weights
 from sftplay.train.upstream import last_logits_processor
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Questions
-from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.data.pipeline import order_hash, steps_for, training_order
 from sftplay.environments.rollouts import RolloutIds, Rollouts
 from sftplay.errors import RunError
 from sftplay.evaluate.rewarded import find_mean
@@ -25,7 +25,6 @@ from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
 from sftplay.model.recomputation import nothing_recomputed
 from sftplay.tasks.grpo.generate import PromptSampler
-from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, loss_mask, order_by_length
 from sftplay.tasks.grpo.rollouts import (
     dtypes_kept,
     gathered_root,
@@ -50,7 +49,14 @@ from sftplay.tasks.grpo.scoring import (
     cut_samples,
     write_samples,
 )
-from sftplay.tasks.grpo.shared_groups import decide_sharing, score_groups
+from sftplay.tasks.grpo.shared_groups import (
+    decide_sharing,
+    depends_on_cut,
+    has_relative_positions,
+    loss_mask,
+    order_by_length,
+    score_groups,
+)
 from sftplay.tasks.grpo.turns import Tokens, as_rollouts, count_sampled, read_records, roll_out
 from sftplay.tasks.grpo.variants import LossVariants
 from sftplay.tasks.grpo.watch import read_policy_clip_share

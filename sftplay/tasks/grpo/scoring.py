@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 from sftplay import log
 from sftplay.atomic import whole_file
 from sftplay.config.run import RunConfig
-from sftplay.data.order import training_order
+from sftplay.data.pipeline import training_order
 from sftplay.environments.rollouts import TurnRecord, abstain_where_failed, compute_turn_figures, turn_columns
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.heartbeat import Heartbeat

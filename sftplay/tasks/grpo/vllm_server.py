@@ -21,13 +21,13 @@ from pathlib import Path
 from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError, RunError, SftplayError
-from sftplay.export.server import end_with_this_process
-from sftplay.export.vllm_command import ENVIRONMENT as QUIET
-from sftplay.export.vllm_command import (
+from sftplay.export.server import ENVIRONMENT as QUIET
+from sftplay.export.server import (
     MODULE,
     RANKS,
     check_heads,
     cpu_dtype,
+    end_with_this_process,
     find_cache_bytes,
     small_machine_environment,
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export.adapter_names import mountable_by_vllm
-from sftplay.export.vllm_command import cpu_dtype, find_cache_bytes, find_lora_rank
+from sftplay.export.server import cpu_dtype, find_cache_bytes, find_lora_rank
 from sftplay.train.upstream import (
     is_engine_fsdp,
     read_sent_weights,

@@ -14,9 +14,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.machine.probe import Machine, find_compiler_problem
 from sftplay.plan.advice import ENOUGH, Step, Suggestion, added_up, step_to
-from sftplay.plan.decisions import Decision, Decisions, decide_numerics, scaled_rate, without_effect
-from sftplay.plan.forecast import Forecast, Hardware, RowLengths, Setting, forecast
-from sftplay.plan.memory import DeviceShare, Footprint, Size
+from sftplay.plan.forecast import DeviceShare, Footprint, Forecast, Hardware, RowLengths, Setting, Size, forecast
 from sftplay.plan.memory_setup import BYTES, WORKSPACE_BYTES, MemorySetup, workspace_bytes
 from sftplay.plan.report import CPU_FLOPS_PER_CORE, USED_SHARE, Sizing, TaskReport, Workload, describe_phases
 from sftplay.plan.shape import ModelShape
@@ -26,11 +24,17 @@ from sftplay.plan.sizing import (
     LOSS_HEAD,
     PLATEAU_TOKENS,
     STRATEGY,
+    Decision,
+    Decisions,
+    SizedRun,
+    TaskSizing,
+    decide_numerics,
     fill_open,
     is_open,
+    scaled_rate,
     split_batch,
+    without_effect,
 )
-from sftplay.plan.task_sizing import SizedRun, TaskSizing
 from sftplay.tasks.hrm.puzzles.sampler import BUILTIN, open_splits
 from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.units import format_bytes

@@ -19,7 +19,7 @@ from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_parameters
 from sftplay.model.recomputation import recomputation_arguments
-from sftplay.model.weights_digest import weights_digest
+from sftplay.model.start_point import weights_digest
 from sftplay.tasks.hrm.measuring import EvaluatePuzzles, StopWhenLearned
 from sftplay.tasks.hrm.network import ALL_ROWS, Grid, PuzzleModel, TableShare, load_published, save_model
 from sftplay.tasks.hrm.puzzles.folder import ARRAYS, FACTS, PuzzleFolder, array_file

@@ -30,8 +30,7 @@ from sftplay.tasks.hrm.act import (
 from sftplay.tasks.hrm.network import PuzzleModel, State
 from sftplay.tasks.hrm.puzzles.sampler import TrainBatches
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
-from sftplay.train.gradients import add_gradients
+from sftplay.train.exact_batch import StepSetup, StepTrainerMixin, add_gradients
 from sftplay.train.metrics import Observer
 
 

@@ -26,9 +26,9 @@ def measure_finished(
     `after` to `paths`. Return them, and their table.
 
     `template` is the text of the run's chat template.
-    Raise DataError where nothing is held out.
+    Raise DataError where nothing is held out, or a test pair was trained on.
     """
-    pairs = load_measured(cfg, tokenizer, template=template, split=split)
+    pairs = load_measured(cfg, tokenizer, folder=folder, template=template, split=split)
     reference = _find_reference(cfg, folder, pairs)
     figures = {}
     for side, path in paths.items():  # one model at a time

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,26 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset
 
+from sftplay.config.data import DataConfig
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint, note_lengths
 from sftplay.data.layouts import read_layout_options
-from sftplay.data.order import training_order
-from sftplay.data.pipeline import describe_rows, digest_files, find_inputs, read_report
-from sftplay.data.read import read_rows
+from sftplay.data.pipeline import (
+    describe_rows,
+    digest_files,
+    find_inputs,
+    read_report,
+    refuse_trained_rows,
+    training_order,
+)
+from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Message, Refused, Source, chat_from_json
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import resolve_template
 from sftplay.data.row_outcomes import (
     SIDES,
     Example,
+    Keys,
     RowOutcome,
     RowPolicies,
     Side,
@@ -35,6 +44,7 @@ from sftplay.data.row_outcomes import (
 )
 from sftplay.data.tokenize import BATCH_ROWS, KEPT_WHOLE, PLACES, SCHEMA, Input, Output, Preparation, RowFiles
 from sftplay.errors import DataError
+from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.preference.gate import Gate, gate_table
 from sftplay.tasks.preference.pairs import sample_pairs
 from sftplay.tasks.preference.render_pairs import EQUAL, PairExample, PairOptions, PairOutcome, PairProcessor, note_keys
@@ -135,9 +145,9 @@ def load(
     return pairs
 
 
-def load_measured(cfg: RunConfig, tokenizer: Any, *, template: str | None, split: str) -> Pairs:
+def load_measured(cfg: RunConfig, tokenizer: Any, *, folder: RunFolder, template: str | None, split: str) -> Pairs:
     """Return the pairs of a finished run on which it is measured: held-out ones, or for `test` those of its test file.
-    Raise DataError where there is none.
+    Raise DataError where there is none, or where a pair of the test file was trained on.
     """
     path = str(cfg.data.test_path) if split == "test" else None
     pairs = load(cfg, tokenizer, renderer_template=template, held_out_path=path)
@@ -146,7 +156,30 @@ def load_measured(cfg: RunConfig, tokenizer: Any, *, template: str | None, split
             "name pairs that were not trained on: ARGS=data.val_path=FILE (data.split holds out more in a new run only)"
         )
         raise DataError("no held-out rows to measure on", where="data.val_path", fix=fix)
+    if path is not None:
+        checked = folder.read_json("data_report.json").get("files") or {}
+        options = PairOptions(
+            read_layout_options(cfg.data), cfg.model.max_seq_len, cfg.data.too_long,
+            takes_answers=cfg.task.takes_answers, is_plain=pairs.renderer.template is None,
+        )  # fmt: skip
+        refuse_trained_rows(cfg, path, files=checked, read_keys=partial(_read_answers, options))
     return pairs
+
+
+def _read_answers(options: PairOptions, path: str, data: DataConfig) -> Iterator[tuple[Source, Keys]]:
+    """Yield the place of each pair that can be read with the keys of its prompt and an answer, for each answer."""
+    for outcome in _read_outcomes(options, path, data):
+        yield from ((outcome.source, outcome.keys._replace(normal=answer)) for answer in outcome.answers)
+
+
+def _read_outcomes(options: PairOptions, path: str, data: DataConfig) -> Iterator[PairOutcome]:
+    """Yield the keys of each pair that can be read."""
+    for source, row in read_rows(path, read_dialect(data)):
+        if not isinstance(row, Refused):
+            with suppress(DataError):
+                outcome = PairOutcome(0, source)
+                note_keys(options.read(row, source), outcome)
+                yield outcome
 
 
 def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[Input]) -> Pairs:
@@ -228,12 +261,10 @@ class PairPreparation(Preparation):
         self._longest_joined = self._most_labels = 0
 
     def _guard(self, given: Input) -> None:
-        for source, row in read_rows(given.path, self._dialect):
-            if not isinstance(row, Refused):
-                with suppress(DataError):  # this row is counted when the file itself is measured on
-                    outcome = PairOutcome(0, source)
-                    note_keys(self._options.read(row, source), outcome)
-                    self._hold_out(outcome)
+        for outcome in _read_outcomes(
+            self._options, given.path, self._data
+        ):  # a bad row is counted where it is measured
+            self._hold_out(outcome)
 
     def _hold_out(self, outcome: PairOutcome) -> None:
         """Know a pair that must not be trained on: neither of its answers may follow its prompt in training."""

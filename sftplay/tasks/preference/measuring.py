@@ -31,6 +31,7 @@ from sftplay.tasks.preference.reference import (
 from sftplay.tasks.preference.spec import find_beta, uses_reference
 from sftplay.train.eval_mode import eval_mode
 from sftplay.train.metrics import Observer, write_measured
+from sftplay.units import plural
 
 FALLEN_NATS = 1.0
 """Fall of the mean log-probability of a chosen answer that is warned of: it has become less than half as likely."""
@@ -43,7 +44,7 @@ def measure(model: Any, pairs: Any, *, cfg: RunConfig, path: Path, reference: Te
     that of `path`; before a run those that it will have, as the model is still the one that it starts from.
     """
     tag, held_out, tokenizer = path.stem, pairs.held_out, pairs.renderer.tokenizer
-    log.say(f"measuring the model ({tag}) on {len(held_out):,} held-out rows", "eval")
+    log.say(f"measuring the model ({tag}) on {plural(len(held_out), 'held-out row')}", "eval")
     settings = {"pad_token_id": tokenizer.pad_token_id, "batch_size": cfg.eval.batch_size}
     with ready_to_answer(model, cfg):
         found = compute_logps(model, held_out, shares=find_shares(cfg, model), **settings)

@@ -11,14 +11,24 @@ from sftplay.data.cache import read_lengths
 from sftplay.machine.probe import Machine
 from sftplay.model.source import BUILTIN_CONFIGS
 from sftplay.plan.activations import FP32, norm_kept, norm_out_bytes
-from sftplay.plan.decisions import Decision, Decisions
 from sftplay.plan.find_shape import find_shape
-from sftplay.plan.forecast import Forecast, Hardware, RowLengths, Setting, with_loading
-from sftplay.plan.memory import SHARDING, DeviceShare, Footprint, Size, estimate, standing_bytes
+from sftplay.plan.forecast import (
+    SHARDING,
+    DeviceShare,
+    Footprint,
+    Forecast,
+    Hardware,
+    RowLengths,
+    Setting,
+    Size,
+    estimate,
+    standing_bytes,
+    with_loading,
+)
 from sftplay.plan.memory_setup import MemorySetup
 from sftplay.plan.report import CPU_FLOPS_PER_CORE, USED_SHARE, TaskReport, Workload, estimate_workload
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.task_sizing import TaskSizing
+from sftplay.plan.sizing import Decision, Decisions, TaskSizing
 from sftplay.tasks.grpo.plan import forward_layer
 from sftplay.tasks.preference.spec import KINDS, USUAL_BETA, find_reference_model, uses_reference
 from sftplay.units import format_bytes, format_seconds

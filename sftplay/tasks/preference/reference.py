@@ -33,15 +33,16 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import attach_adapter
 from sftplay.model.out_of_memory import AdaptiveBatches, free_memory, gather_objects
 from sftplay.model.source import locate
+from sftplay.model.start_point import weights_digests
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import frozen_dtype, open_model
-from sftplay.model.weights_digest import weights_digests
 from sftplay.tasks.preference.shared_prompt import PairCollator, completion_logps, prove
 from sftplay.tasks.preference.spec import KINDS, find_reference_model, uses_reference
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.exact_batch import ADVICE
 from sftplay.train.metrics import Observer
 from sftplay.train.micro_batches import Batch
+from sftplay.units import plural
 
 Side = Literal["train", "held_out"]
 SIDES: tuple[Side, ...] = ("train", "held_out")
@@ -225,7 +226,7 @@ class ComputeReferences(Observer):
     def _compute(self, kind: ReferenceKind) -> dict[str, Tensor]:
         trainer, cfg = self.trainer, self.cfg
         number = sum(map(len, self.sides.values()))
-        log.say(f"computing the log-probabilities of {number:,} rows under {describe_kind(cfg)}", "reference")
+        log.say(f"computing the log-probabilities of {plural(number, 'row')} under {describe_kind(cfg)}", "reference")
         settings = pass_settings(trainer)
         tables = dict[Side, Tensor]()
         with random_numbers_kept(), trainer.heartbeat.within("evaluation"), eval_mode(trainer.model_wrapped):

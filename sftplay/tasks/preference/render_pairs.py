@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from sftplay.data.files import RowFields, parsed
 from sftplay.data.problem import published_test_id
 from sftplay.data.records import IGNORE_INDEX, Refused, Source, Text
-from sftplay.data.render.labels import Rendered
+from sftplay.data.render.masks import Rendered
 from sftplay.data.row_outcomes import (
     Example,
     Keys,

@@ -9,17 +9,18 @@ from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.reward.model_reward import find_score_model, open_score_model
 from sftplay.tasks.preference.load_pairs import load_measured
-from sftplay.tasks.reward_model.measuring import measure
+from sftplay.tasks.reward_model.scores import measure
 
 
 def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: int | None, path: Path) -> dict[str, Any]:
     """Measure the result on the held-out pairs, or on those of data.test_path for the split `test`.
 
     The figures are over all of them. They are also written to `path`, with `limit` pairs next to it, None for as many
-    as `eval.limit` says. Raise DataError where nothing is held out.
+    as `eval.limit` says. Raise DataError where nothing is held out,
+    or a test pair was trained on.
     """
     model, tokenizer = open_score_model(find_score_model(str(folder.path), cfg.output_dir))
-    pairs = load_measured(cfg, tokenizer, template=tokenizer.chat_template, split=split)
+    pairs = load_measured(cfg, tokenizer, folder=folder, template=tokenizer.chat_template, split=split)
     shown = cfg if limit is None else cfg.with_values({"eval.limit": limit}, "eval")
     return measure(model, pairs, cfg=shown, path=path)
 

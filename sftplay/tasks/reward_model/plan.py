@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sftplay.config.run import RunConfig
 from sftplay.machine.probe import Machine
-from sftplay.plan.decisions import Decision, Decisions
+from sftplay.plan.sizing import Decision, Decisions
 from sftplay.tasks.preference.plan import PreferencePlan
 
 

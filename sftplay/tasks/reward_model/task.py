@@ -15,9 +15,8 @@ from sftplay.config.run import RunConfig
 from sftplay.reward.model_reward import find_score_model, open_score_model
 from sftplay.tasks.preference.task import build_pair_trainer, load_rows, report_rows
 from sftplay.tasks.preference.trainer import Figure, Figures, PairMixin
-from sftplay.tasks.reward_model import measuring
-from sftplay.tasks.reward_model.score_head import to_score_model
-from sftplay.tasks.reward_model.scores import pair_losses, pair_scores, prove
+from sftplay.tasks.reward_model.scores import EvaluateScores, pair_losses, pair_scores, prove, to_score_model
+from sftplay.tasks.reward_model.scores import measure as measure_pairs
 from sftplay.train.exact_batch import ExactBatchMixin, StepSetup
 from sftplay.train.micro_batches import Batch
 from sftplay.train.task import Rows, TrainerParts
@@ -69,12 +68,12 @@ def load_result(cfg: RunConfig, path: Path) -> Any:
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
     """Measure how many held-out pairs are in the right order, and how sure the model may be."""
-    measuring.measure(model, rows.source, cfg=cfg, path=path)
+    measure_pairs(model, rows.source, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> RewardModelTrainer:
     """Build the trainer for rows of pairs."""
     callbacks = []
     if parts.held_out is not None:
-        callbacks.append(measuring.EvaluateScores(parts.cfg, parts.rows.source, folder=parts.folder.eval))
+        callbacks.append(EvaluateScores(parts.cfg, parts.rows.source, folder=parts.folder.eval))
     return build_pair_trainer(RewardModelTrainer, parts, callbacks)

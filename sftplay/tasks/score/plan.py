@@ -11,15 +11,17 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.activations import reference_scores
 from sftplay.plan.advice import Step, Suggestion, added_up, first_that_fit, list_steps, step_to
-from sftplay.plan.decisions import Decision, Decisions
 from sftplay.plan.devices import OWN, name_devices
-from sftplay.plan.forecast import Forecast, Hardware, RowLengths, Setting
-from sftplay.plan.memory import (
+from sftplay.plan.forecast import (
     ALONE,
     SHARDING,
     Communication,
     DeviceShare,
     Footprint,
+    Forecast,
+    Hardware,
+    RowLengths,
+    Setting,
     Size,
     StaticMemory,
     estimate,
@@ -28,8 +30,7 @@ from sftplay.plan.memory import (
 from sftplay.plan.memory_setup import MemorySetup
 from sftplay.plan.report import Sizing, TaskReport, Workload, estimate_workload, label
 from sftplay.plan.shape import ModelShape
-from sftplay.plan.sizing import STRATEGY, planned_strategy
-from sftplay.plan.task_sizing import SizedRun, TaskSizing, forecast_one_row
+from sftplay.plan.sizing import STRATEGY, Decision, Decisions, SizedRun, TaskSizing, forecast_one_row, planned_strategy
 from sftplay.tasks.grpo.plan import (
     DRAW,
     REFERENCE,

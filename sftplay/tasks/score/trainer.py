@@ -24,7 +24,7 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Question
-from sftplay.data.order import order_hash, training_order
+from sftplay.data.pipeline import order_hash, training_order
 from sftplay.errors import RunError
 from sftplay.generate.generate import derive_seed
 from sftplay.launch.checkpoints import read_step
@@ -50,8 +50,7 @@ from sftplay.tasks.score.update import (
     group_actions,
 )
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
-from sftplay.train.gradients import average_gradients, gradient_norm
+from sftplay.train.exact_batch import StepSetup, StepTrainerMixin, average_gradients, gradient_norm
 from sftplay.train.metrics import write_lines
 from sftplay.train.task import RowOrder
 

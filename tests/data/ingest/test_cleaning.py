@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from sftplay.data.ingest.children import CLEANING
 from sftplay.data.ingest.extract.document import Block
 from sftplay.data.ingest.reading import (
     SUSPECT,
@@ -16,7 +17,6 @@ from sftplay.data.ingest.reading import (
     without_lines,
     write_keys,
 )
-from sftplay.data.ingest.walk import CLEANING
 
 WITHOUT_FTFY = [step for step in CLEANING if step != "encoding"]
 needs_ftfy = pytest.mark.skipif(find_spec("ftfy") is None, reason="needs ftfy, of the extra `ingest`")

@@ -19,9 +19,8 @@ import pytest
 from hostile_documents import HOSTILE, LARGE, Hostile
 from processes import HANG_S, is_alive, wait_until
 
-from sftplay.data.ingest.children import NO_ROOM_CODE, ChildPool, ChildTask
+from sftplay.data.ingest.children import NO_ROOM_CODE, ROWS, ChildPool, ChildTask
 from sftplay.data.ingest.extract.document import SUFFIXES
-from sftplay.data.ingest.walk import ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
 GB = 10**9

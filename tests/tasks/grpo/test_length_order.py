@@ -16,8 +16,8 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
 from sftplay.data.load_prompts import Questions
-from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, order_by_length
 from sftplay.tasks.grpo.sampling import PromptRows
+from sftplay.tasks.grpo.shared_groups import depends_on_cut, has_relative_positions, order_by_length
 from sftplay.train.upstream import fitted_tiles
 
 ROWS, ACCUM = 4, 4

@@ -28,8 +28,7 @@ from sftplay.tasks.grpo.sampler_check import (
     choose_rows,
     find_bound,
 )
-from sftplay.tasks.grpo.sampler_faults import SamplerFacts
-from sftplay.tasks.grpo.sampler_weights import read_server_facts
+from sftplay.tasks.grpo.sampler_faults import SamplerFacts, read_server_facts
 
 TOKENS = 20
 

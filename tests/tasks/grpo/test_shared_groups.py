@@ -22,8 +22,7 @@ from transformers import (
 from trl import GRPOTrainer
 
 from sftplay.errors import ConfigError
-from sftplay.tasks.grpo.length_order import order_by_length
-from sftplay.tasks.grpo.shared_groups import decide_sharing, join_rows, score_groups
+from sftplay.tasks.grpo.shared_groups import decide_sharing, join_rows, order_by_length, score_groups
 from sftplay.train import shared_prompt
 from sftplay.train.shared_prompt import layout_inputs, teach_attention
 from sftplay.train.upstream import fitted_tiles

@@ -18,7 +18,7 @@ from untimed_metrics import lines_of
 from sftplay.data.load_prompts import load_prompts
 from sftplay.evaluate.rewarded import evaluate_prompts
 from sftplay.report.report import write_report
-from sftplay.tasks.grpo.length_order import loss_mask
+from sftplay.tasks.grpo.shared_groups import loss_mask
 
 pytestmark = pytest.mark.slow
 

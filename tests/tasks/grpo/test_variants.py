@@ -22,10 +22,10 @@ from trl import GRPOTrainer
 from sftplay.heartbeat import Heartbeat
 from sftplay.reward.reward_set import BatchRewards, RewardSet
 from sftplay.reward.table import RewardValues
-from sftplay.tasks.grpo.length_order import order_by_length
 from sftplay.tasks.grpo.sampler_check import SAMPLER_LOGPS, record_logprobs
 from sftplay.tasks.grpo.scoring import ScoredBatch, replace_rows
 from sftplay.tasks.grpo.section import GrpoConfig
+from sftplay.tasks.grpo.shared_groups import order_by_length
 from sftplay.tasks.grpo.variants import (
     STEP_TOKENS,
     TOP_IDS,

@@ -8,12 +8,13 @@ from random import Random
 from typing import Any
 
 import pytest
-from pair_files import accounted, load_pairs, random_pairs
+from pair_files import accounted, load_pairs, pair_config, random_pairs, write_pairs
 from transformers import AutoTokenizer
 
 from sftplay.errors import DataError
+from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.preference.gate import Gate, PairFacts, exceeds, gate_table
-from sftplay.tasks.preference.load_pairs import pairs_table
+from sftplay.tasks.preference.load_pairs import Pairs, load, load_measured, pairs_table
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +142,27 @@ def test_held_out_pair_in_training_ends_the_run_or_is_dropped_and_counted(tokeni
         assert report["dropped"] == {"leak": 3}
         assert accounted(report)
         assert "pairs to train on with a prompt that is held out with other answers: 1" in report["warnings"]
+
+
+@pytest.mark.parametrize("task", ["dpo", "kto", "reward_model"])
+def test_pairs_that_were_trained_on_are_no_test_pairs(task: str, tokenizer: Any, tmp_path: Path):
+    """Known by a prompt with one of its answers, whatever the other side says; what was held out was not trained on."""
+    rows = random_pairs(30, seed=3)
+    cfg = pair_config(tmp_path, rows[:20], task=task, val=rows[20:])
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.write_json("data_report.json", load(cfg, tokenizer).report)
+
+    def measured(tested: list[dict[str, Any]]) -> Pairs:
+        given = cfg.with_values({"data.test_path": str(write_pairs(tmp_path / "test.jsonl", tested))}, "test")
+        return load_measured(given, tokenizer, folder=folder, template=None, split="test")
+
+    fresh = random_pairs(2, seed=9)
+    assert len(measured([*fresh, *rows[20:22]]).held_out) == (8 if task == "kto" else 4)
+    again = {**rows[4], "rejected": "An answer nobody has seen."}
+    with pytest.raises(DataError, match=r"2 of its rows were trained on\n.*train.jsonl:5.*test.jsonl:3") as refusal:
+        measured([*fresh, again, rows[7]])
+    assert "take them out of the test file" in refusal.value.fix
 
 
 def test_scores_give_a_histogram_and_those_against_the_label_are_counted(tokenizer: Any, tmp_path: Path):

@@ -21,8 +21,7 @@ from sftplay.errors import ConfigError
 from sftplay.machine.probe import probe
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.flops import model_flops
-from sftplay.plan.forecast import Device, Forecast, Hardware, RowLengths, Setting, forecast
-from sftplay.plan.memory import Size, standing_bytes
+from sftplay.plan.forecast import Device, Forecast, Hardware, RowLengths, Setting, Size, forecast, standing_bytes
 from sftplay.plan.memory_setup import MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.plan.sizing import size_run
@@ -31,9 +30,8 @@ from sftplay.tasks.preference.load_pairs import load
 from sftplay.tasks.preference.losses import dpo_losses
 from sftplay.tasks.preference.plan import OTHER, PART_SCORES, PASS, PLAN, PairMemory
 from sftplay.tasks.preference.shared_prompt import PairCollator, completion_logps, put_chunked_logps
-from sftplay.tasks.reward_model.score_head import to_score_model
 from sftplay.tasks.reward_model.scores import pair_losses as score_losses
-from sftplay.tasks.reward_model.scores import pair_scores
+from sftplay.tasks.reward_model.scores import pair_scores, to_score_model
 
 HOST = Device("CPU", 2**40, 2**40, is_gpu=False, cores=2)
 ON_CPU = MemorySetup(

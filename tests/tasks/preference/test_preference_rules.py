@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.config.load import load_config
-from sftplay.config.rules import notes
+from sftplay.config.load import load_config, notes
 from sftplay.errors import ConfigErrors, SeveralErrors
 from sftplay.runs.inputs import load_checked
 

@@ -19,8 +19,7 @@ from transformers import (
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
 from sftplay.tasks.preference.shared_prompt import PairCollator
-from sftplay.tasks.reward_model.score_head import to_score_model
-from sftplay.tasks.reward_model.scores import describe_calibration, pair_losses, pair_scores, prove
+from sftplay.tasks.reward_model.scores import describe_calibration, pair_losses, pair_scores, prove, to_score_model
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
 from sftplay.model.recomputation import recomputation_arguments
-from sftplay.tasks.reward_model.score_head import to_score_model
+from sftplay.tasks.reward_model.scores import to_score_model
 
 FULL = {
     **RUN, "tuning__mode": "full", "train__learning_rate": 3e-4, "train__lr_scheduler": "constant",

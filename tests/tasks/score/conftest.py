@@ -12,7 +12,7 @@ from score_run import score_inputs
 from small_run import Inputs
 from transformers import AutoModelForCausalLM
 
-from sftplay.model.toys import DigitsRecipe, make_digits
+from sftplay.model.builtin import DigitsRecipe, make_digits
 from sftplay.tasks.score.role_models import RoleModels
 
 

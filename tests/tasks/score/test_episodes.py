@@ -17,8 +17,8 @@ from sftplay.data.load_prompts import Question
 from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
 from sftplay.generate.generate import AHEAD, Generator, SampleByRow, derive_seed
+from sftplay.model.builtin import ID
 from sftplay.model.out_of_memory import OutOfMemory
-from sftplay.model.toys import ID
 from sftplay.tasks import TASKS
 from sftplay.tasks.score.evaluation import EpisodeResult, describe
 from sftplay.tasks.score.sample_episodes import (

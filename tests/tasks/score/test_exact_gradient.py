@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sftplay.config.load import load_config
 from sftplay.data.load_prompts import Question
 from sftplay.data.render.render import Renderer
-from sftplay.model.toys import ID
+from sftplay.model.builtin import ID
 from sftplay.tasks.score.role_models import Role, RoleModels
 from sftplay.tasks.score.sample_episodes import EpisodeSampler
 from sftplay.tasks.score.update import (

@@ -14,7 +14,7 @@ import torch
 from sftplay.data.load_prompts import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
-from sftplay.model.toys import ID
+from sftplay.model.builtin import ID
 from sftplay.tasks.score.evaluation import EpisodeResult
 from sftplay.tasks.score.role_models import RoleModels
 from sftplay.tasks.score.sample_episodes import Action, Episode

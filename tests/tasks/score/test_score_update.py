@@ -12,8 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from sftplay.model.builtin import ID
 from sftplay.model.recomputation import recompute
-from sftplay.model.toys import ID
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, RoleModels
 from sftplay.tasks.score.sample_episodes import Action
 from sftplay.tasks.score.section import ScoreConfig
