@@ -201,8 +201,8 @@ def check_held_out(cfg: RunConfig, rows: Rows) -> None:
 
 def check_vocabulary(cfg: RunConfig, model: Any, tokenizer: Any, *, rows: Rows) -> None:
     """Raise ConfigError where the token that pads, or one of the rows of a trained text, has no embedding."""
-    known, tokens = model.get_input_embeddings().num_embeddings, {tokenizer.pad_token_id}
-    if len(tokenizer) <= known:
+    known, tokens = getattr(model.config.get_text_config(), "vocab_size", None), {tokenizer.pad_token_id}
+    if not known or len(tokenizer) <= known:
         return
     if not cfg.task.learns_from_rewards:
         tokens |= {max(row["input_ids"]) for part in (rows.train, rows.held_out or ()) for row in part}
@@ -227,7 +227,7 @@ def check_positions(cfg: RunConfig, model: Any, rows: Rows) -> None:
     key, tokens = "cpt.block_size" if cfg.cpt.block_size else "model.max_seq_len", cfg.row_tokens
     if not cfg.learns_documents:
         completion = tokens - cfg.prompt_tokens if cfg.task.learns_from_rewards else 0
-        tokens = min(rows.report["longest_tokens"], tokens - completion) + completion
+        tokens = min(rows.report.get("longest_tokens", 0), tokens - completion) + completion
         key = "grpo.max_completion_length" if cfg.task.turns == 1 else key
     if tokens <= most:
         return
