@@ -157,6 +157,16 @@ def imported_objects_are_not_collected() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def environment_put_back() -> Iterator[None]:
+    """What a module's own fixtures leave among the variables ends with it: `fork_server` starts no process by a fork
+    where one is set that libraries read when they are imported."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="module")
 def verbs_environment() -> Iterator[None]:
     """What a verb that runs in a module's own fixtures sets for the libraries is undone behind that module."""
