@@ -60,54 +60,6 @@ SEQUENCES, LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 16, 2**28, 4 * 2**30
 """Without a GPU the cache of keys and values takes memory, and its zeros time, from the start on."""
 
 
-def vllm_command(
-    folder: Path,
-    *,
-    name: str,
-    adapter: Path | None = None,
-    tokenizer: Path | None = None,
-    generation: Path | None = None,
-    max_model_len: int | None = None,
-    has_gpu: bool = False,
-    is_gated: bool = True,
-) -> list[str]:
-    """Return the command that serves the model in `folder` as `name`, up to where it listens.
-
-    With `adapter`, that adapter on the base in `folder` answers as `name`, and the base as `name` + BASE. `tokenizer`
-    is a folder with tokenizer and chat template, `generation` one with generation_config.json; None takes the model's.
-    `max_model_len` None takes the model's own, or what the memory holds. `is_gated` False leaves every endpoint of vLLM
-    open.
-
-    Raises:
-        ConfigError: vLLM cannot serve such an adapter without a merge.
-        MachineError: there is no environment with vLLM, or its attention on a CPU does not know the model's heads.
-    """
-    python = find_python()
-    if python is None:
-        raise MachineError("vLLM is not installed", where=".venv-vllm", fix="make install-vllm")
-    if not has_gpu:
-        check_heads(folder)
-    # The server has another working folder.
-    folder, adapter = folder.absolute(), adapter and adapter.absolute()
-    words_from = (tokenizer or folder).absolute()
-    served = ["--served-model-name", name]
-    if adapter:
-        rank = next(rank for rank in RANKS if rank >= find_lora_rank(adapter))
-        served = ["--served-model-name", name + BASE, "--enable-lora", "--lora-modules", f"{name}={adapter}"]
-        served += ["--max-lora-rank", str(rank)]
-    served += ["--tokenizer", str(words_from), "--generation-config", str((generation or folder).absolute())]
-    template = words_from / "chat_template.jinja"
-    served += ["--chat-template", str(template)] if template.is_file() else []
-    served += ["--max-model-len", str(max_model_len or -1), "--language-model-only"]
-    served += ["--dtype", find_dtype(folder, has_gpu=has_gpu)]
-    served += (
-        [] if has_gpu else ["--enforce-eager", "--kv-cache-memory-bytes", str(find_cache_bytes(folder, max_model_len))]
-    )
-    served += ["--middleware", f"{gate.__name__}.Gate"] if is_gated else []
-    # -P: do not import from the working folder.
-    return [str(python), "-P", "-m", MODULE, "--model", str(folder), *served]
-
-
 def find_lora_rank(adapter: Path) -> int:
     """Return the adapter's rank. Raise ConfigError where vLLM would serve it wrongly, or not at all."""
     config = read_object(adapter / "adapter_config.json")
@@ -255,25 +207,49 @@ def build_server(
     has_gpu: bool = False,
     is_gated: bool = True,
 ) -> Launch:
-    """Return the command of a server for the model `name` in `folder`.
+    """Return the command of a server for the model `name` in `folder`, and its environment.
 
     `folder` is the model's own for vLLM; for transformers a hub cache (see `serve`), since its server lists hub names.
-    What follows `trusts_code` is for vLLM alone; see `vllm_command`, and what it raises.
+    What follows `trusts_code` is for vLLM alone. With `adapter`, that adapter on the base in `folder` answers as
+    `name`, and the base as `name` + BASE. `tokenizer` is a folder with tokenizer and chat template, `generation` one
+    with generation_config.json; None takes the model's. `max_model_len` None takes the model's own, or what the memory
+    holds. `is_gated` False leaves every endpoint of vLLM open.
+
+    Raises:
+        ConfigError: vLLM cannot serve such an adapter without a merge.
+        MachineError: there is no environment with vLLM, or its attention on a CPU does not know the model's heads.
     """
     env = quiet_environment() | offline_environment() | {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}
     # The server has another working folder, and the kit may not be installed.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     flags = ["--host", HOST, "--port", str(port), *(["--trust-remote-code"] if trusts_code else [])]
-    if server == "vllm":
-        command = vllm_command(
-            folder, name=name, adapter=adapter, tokenizer=tokenizer, generation=generation,
-            max_model_len=max_model_len, has_gpu=has_gpu, is_gated=is_gated,
-        )  # fmt: skip
-        env |= ENVIRONMENT | {gate.SERVED: name} | ({} if has_gpu else small_machine_environment())
-        return Launch((*command, *flags), env)
-    # -P: do not import from the working folder.
-    module = ["-m", "sftplay.export.chat_server", name]
-    return Launch((sys.executable, "-P", *module, *flags), env | {"HF_HUB_CACHE": str(folder)})
+    if server != "vllm":
+        # -P: do not import from the working folder.
+        module = ["-m", "sftplay.export.chat_server", name]
+        return Launch((sys.executable, "-P", *module, *flags), env | {"HF_HUB_CACHE": str(folder)})
+    python = find_python()
+    if python is None:
+        raise MachineError("vLLM is not installed", where=".venv-vllm", fix="make install-vllm")
+    if not has_gpu:
+        check_heads(folder)
+    folder, adapter = folder.absolute(), adapter and adapter.absolute()
+    words_from = (tokenizer or folder).absolute()
+    served = ["--served-model-name", name]
+    if adapter:
+        rank = next(rank for rank in RANKS if rank >= find_lora_rank(adapter))
+        served = ["--served-model-name", name + BASE, "--enable-lora", "--lora-modules", f"{name}={adapter}"]
+        served += ["--max-lora-rank", str(rank)]
+    served += ["--tokenizer", str(words_from), "--generation-config", str((generation or folder).absolute())]
+    template = words_from / "chat_template.jinja"
+    served += ["--chat-template", str(template)] if template.is_file() else []
+    served += ["--max-model-len", str(max_model_len or -1), "--language-model-only"]
+    served += ["--dtype", find_dtype(folder, has_gpu=has_gpu)]
+    served += (
+        [] if has_gpu else ["--enforce-eager", "--kv-cache-memory-bytes", str(find_cache_bytes(folder, max_model_len))]
+    )
+    served += ["--middleware", f"{gate.__name__}.Gate"] if is_gated else []
+    env |= ENVIRONMENT | {gate.SERVED: name} | ({} if has_gpu else small_machine_environment())
+    return Launch((str(python), "-P", "-m", MODULE, "--model", str(folder), *served, *flags), env)
 
 
 def end_with_this_process(session: int) -> subprocess.Popen[bytes]:
