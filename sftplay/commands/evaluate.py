@@ -100,6 +100,7 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[di
     from sftplay.evaluate.evaluate import figures_table
     from sftplay.evaluate.rewarded import evaluate_prompts
     from sftplay.model.load import load_result, load_untrained
+    from sftplay.train.run_task import check_positions
 
     rows, figures = _load_data(cfg, folder, split=measure.split), {}
     paths = {side: folder.eval / f"{measure.prefix}{side}.json" for side in ("before", "after")}
@@ -115,7 +116,10 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[di
     measure_model: Callable[..., dict[str, Any]] = evaluate_prompts if cfg.task.turns == 1 else measure_examples
     for side, path in paths.items():
         load = load_untrained if side == "before" else load_result
-        figures[side] = measure_model(load(cfg, folder.path), rows, cfg=cfg, path=path)  # one model at a time
+        model = load(cfg, folder.path)  # one at a time
+        check_positions(cfg, model, rows.report)
+        figures[side] = measure_model(model, rows, cfg=cfg, path=path)
+        del model
     return figures, figures_table(figures)
 
 

@@ -145,7 +145,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     )
     if cfg.task.reads_text:
         check_vocabulary(cfg, model, tokenizer, rows=rows)
-        check_positions(cfg, model, rows)
+        check_positions(cfg, model, rows.report)
     if hasattr(task, "reshape_model"):
         model = task.reshape_model(model, tokenizer, cfg=cfg)
     before = folder.eval / "before.json"
@@ -217,9 +217,9 @@ def check_vocabulary(cfg: RunConfig, model: Any, tokenizer: Any, *, rows: Rows) 
         )
 
 
-def check_positions(cfg: RunConfig, model: Any, rows: Rows) -> None:
-    """Say that rows are longer than the positions that the model was made for. Raise ConfigError where it has learned
-    a vector for each position, and so none for what lies behind the last.
+def check_positions(cfg: RunConfig, model: Any, report: Mapping[str, Any]) -> None:
+    """Say that the rows of a data report are longer than the positions that the model was made for. Raise ConfigError
+    where it has learned a vector for each position, and so none for what lies behind the last.
     """
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(most, int):
@@ -227,7 +227,7 @@ def check_positions(cfg: RunConfig, model: Any, rows: Rows) -> None:
     key, tokens = "cpt.block_size" if cfg.cpt.block_size else "model.max_seq_len", cfg.row_tokens
     if not cfg.learns_documents:
         completion = tokens - cfg.prompt_tokens if cfg.task.learns_from_rewards else 0
-        tokens = min(rows.report.get("longest_tokens", 0), tokens - completion) + completion
+        tokens = min(report.get("longest_tokens", 0), tokens - completion) + completion
         key = "grpo.max_completion_length" if cfg.task.turns == 1 else key
     if tokens <= most:
         return

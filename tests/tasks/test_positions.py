@@ -12,6 +12,7 @@ from grpo_run import grpo_inputs, grpo_options
 from in_process import Inputs, built, train
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from sftplay.cli import main
 from sftplay.errors import ConfigError
 from sftplay.generate.generate import Generator, answer_ids
 
@@ -108,3 +109,17 @@ def test_a_token_without_an_embedding_is_refused_before_a_step(
         given = Inputs(model, rows, inputs.held_out)
     with pytest.raises(ConfigError, match=r"token 400 \('\[PAD\]'\) has no embedding: .* has 400, .* 401 tokens"):
         built(tmp_path / "used", given, **RUN)
+
+
+def test_test_rows_behind_learned_positions_are_refused_as_those_to_train_on_are(
+    inputs: Inputs, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The run's own rows fit, whatever `model.max_seq_len` would allow."""
+    model = save("gpt2", tmp_path / "model", tiny_llama, positions=40)
+    short, long = tmp_path / "short.jsonl", tmp_path / "long.jsonl"
+    short.write_text('{"prompt": "a stone", "completion": "light"}\n{"prompt": "a river", "completion": "boats"}\n')
+    long.write_text('{"prompt": "how long", "completion": "' + "river stone light boats " * 20 + '"}\n')
+    train(tmp_path, Inputs(model, short, short), **RUN, model__max_seq_len=512, data__val_path=None, data__split=0)
+    capsys.readouterr()
+    assert main(["eval-test", "--config", str(tmp_path / "run.yaml"), f"data.test_path={long}"]) == 2
+    assert "do not fit the 40 positions" in capsys.readouterr().err

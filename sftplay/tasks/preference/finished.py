@@ -17,6 +17,7 @@ from sftplay.tasks.preference.load_pairs import Pairs, load_measured
 from sftplay.tasks.preference.measuring import measure, read_held_out
 from sftplay.tasks.preference.reference import FILE, ReferenceKind, compute_logps, find_shares, open_reference
 from sftplay.tasks.preference.spec import uses_reference
+from sftplay.train.run_task import check_positions
 
 
 def measure_finished(
@@ -33,7 +34,10 @@ def measure_finished(
     figures = {}
     for side, path in paths.items():  # one model at a time
         load = load_untrained if side == "before" else load_result
-        figures[side] = measure(load(cfg, folder.path), pairs, cfg=cfg, path=path, reference=reference)
+        model = load(cfg, folder.path)
+        check_positions(cfg, model, pairs.report)
+        figures[side] = measure(model, pairs, cfg=cfg, path=path, reference=reference)
+        del model
     return figures, figures_table(figures)
 
 
@@ -46,6 +50,7 @@ def _find_reference(cfg: RunConfig, folder: RunFolder, pairs: Pairs) -> Tensor |
         return found
     kind = ReferenceKind.find(cfg).name
     model = open_reference(cfg) if kind == "path" else load_untrained(cfg, folder.path)
+    check_positions(cfg, model, pairs.report)
     is_off = kind == "base" and hasattr(model, "disable_adapter")
     settings = {"pad_token_id": pairs.renderer.tokenizer.pad_token_id, "batch_size": cfg.eval.batch_size}
     with ready_to_answer(model, cfg), model.disable_adapter() if is_off else nullcontext():

@@ -10,6 +10,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.reward.model_reward import find_score_model, open_score_model
 from sftplay.tasks.preference.load_pairs import load_measured
 from sftplay.tasks.reward_model.scores import measure
+from sftplay.train.run_task import check_positions
 
 
 def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: int | None, path: Path) -> dict[str, Any]:
@@ -21,6 +22,7 @@ def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: in
     """
     model, tokenizer = open_score_model(find_score_model(str(folder.path), cfg.output_dir))
     pairs = load_measured(cfg, tokenizer, folder=folder, template=tokenizer.chat_template, split=split)
+    check_positions(cfg, model, pairs.report)
     shown = cfg if limit is None else cfg.with_values({"eval.limit": limit}, "eval")
     return measure(model, pairs, cfg=shown, path=path)
 
