@@ -89,7 +89,7 @@ def proof_rows(model: Any) -> tuple[Tensor, Tensor]:
 
 
 CHUNK_TOKENS = 256
-"""Tokens whose scores exist at a time on a CPU. `plan.forecast` counts with it."""
+"""Tokens with scores at one time on a CPU. `plan.forecast` counts with it."""
 
 SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 """Names under which configs of transformers keep what scores are multiplied with (Cohere, Muse, Falcon-H1)."""

@@ -35,7 +35,7 @@ def finished(write_config: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def end_well(path: Path, tmp_path: Path) -> Path:
-    """`path`, a config whose run has the files of one that trained on two processes and ended well."""
+    """`path`, a config; its run gets the files of a run that trained on two processes and ended well."""
     folder = RunFolder(tmp_path / "outputs" / "run")
     sized = size_run(load_config(path), probe(), world_size=2, vocab_size=400).cfg
     write_text(folder.resolved, dump_resolved(sized))
@@ -85,16 +85,16 @@ LORA = {"tuning__mode": "lora", "tuning__lora": {"r": 4, "alpha": 8, "dropout": 
 
 
 @pytest.mark.parametrize(
-    ("keys", "in_config", "draws"),
+    ("keys", "in_config", "is_random"),
     [
-        pytest.param({"tuning__mode": "full"}, {}, False, id="nothing is drawn"),
+        pytest.param({"tuning__mode": "full"}, {}, False, id="no random numbers"),
         pytest.param({"tuning__mode": "full"}, {"attention_dropout": 0.1}, True, id="the model's dropout"),
         pytest.param({"tuning__mode": "full", "train__neftune_alpha": 5}, {}, True, id="noise"),
         pytest.param(LORA, {}, True, id="the adapter's dropout"),
     ],
 )
 def test_a_move_says_where_dropout_and_noise_draw_other_numbers(
-    keys: dict[str, Any], in_config: dict[str, float], draws: bool, tiny_llama: Path, tmp_path: Path,
+    keys: dict[str, Any], in_config: dict[str, float], is_random: bool, tiny_llama: Path, tmp_path: Path,
     write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
     model = shutil.copytree(tiny_llama, tmp_path / "model")
@@ -104,7 +104,7 @@ def test_a_move_says_where_dropout_and_noise_draw_other_numbers(
     assert main(["resume", "--config", str(config), "--dry-run", "--nproc", "1"]) == 0
     said = capsys.readouterr().out
     assert "began on 2 process(es)" in said
-    assert ("dropout and noise draw other numbers" in said) == draws
+    assert ("dropout and noise draw other numbers" in said) == is_random
 
 
 def test_checkpoint_given_as_a_path_names_its_run(

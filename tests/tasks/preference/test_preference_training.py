@@ -30,7 +30,7 @@ CASES = [
 NAMES = [" ".join([task, *(f"{key}={value}" for key, value in given.items())]) for task, given in CASES]
 BATCH, ROWS = 4, 12
 EPSILON = 1e-5
-"""AdamW divides each gradient by its own size and this; else rounding moves a weight whose gradient is nearly 0."""
+"""AdamW divides each gradient by its own size and this; else rounding moves a weight with a gradient of nearly 0."""
 
 
 @pytest.fixture(scope="module")
