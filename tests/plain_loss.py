@@ -9,11 +9,12 @@ import torch
 from torch.nn import functional
 
 
-def label_losses(model: Any, row: dict[str, Any]) -> torch.Tensor:
+def label_losses(model: Any, row: dict[str, Any], smoothing: float = 0.0) -> torch.Tensor:
     """Those of one row's label tokens: position t predicts token t + 1."""
     scores = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
     targets = torch.tensor(row["labels"][1:])
-    return functional.cross_entropy(scores, targets, reduction="none", ignore_index=-100)[targets != -100]
+    losses = functional.cross_entropy(scores, targets, reduction="none", ignore_index=-100, label_smoothing=smoothing)
+    return losses[targets != -100]
 
 
 def mean_loss(model: Any, rows: Iterable[dict[str, Any]]) -> float:

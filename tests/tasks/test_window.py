@@ -106,14 +106,18 @@ def trainers(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Callab
     """A trainer that trains every weight in fp64, by its loss head: only the cut can make a difference."""
     made: dict[str, Any] = {}
 
-    def trainer_with(head: str) -> Any:
-        if head not in made:
-            home = tmp_path_factory.mktemp(head)
-            made[head] = built(home, inputs, tuning__mode="full", train__loss_head=head, data__split=None).trainer
-            made[head].model.double()
-            made[head].source_names = ("domain", "chat")
-            made[head]._source_sums = torch.zeros(2, 2, dtype=torch.float64)
-        return made[head]
+    def trainer_with(head: str, smoothing: float = 0.0) -> Any:
+        key = f"{head} {smoothing}"
+        if key not in made:
+            extra = {"label_smoothing_factor": smoothing} if smoothing else {}
+            made[key] = built(
+                tmp_path_factory.mktemp(head), inputs, tuning__mode="full", train__loss_head=head, data__split=None,
+                train__extra=extra,
+            ).trainer  # fmt: skip
+            made[key].model.double()
+            made[key].source_names = ("domain", "chat")
+            made[key]._source_sums = torch.zeros(2, 2, dtype=torch.float64)
+        return made[key]
 
     return trainer_with
 
@@ -148,6 +152,17 @@ def test_gradients_of_a_window_are_those_of_all_its_label_tokens_however_it_is_c
     for drops_mask in (False, True):
         monkeypatch.setattr(trainer, "_drops_mask", drops_mask)
         loss, actual = step(trainer, micro_batcher, make_rows())
+        assert loss == pytest.approx(losses.mean().item(), rel=1e-6)
+        assert difference(actual, gradients(plain)) <= 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:.label_smoothing_factor. is deprecated in .SFTTrainer:FutureWarning")
+@pytest.mark.parametrize("head", ["standard", "chunked"])
+def test_smoothed_labels_are_those_of_plain_torch_however_the_window_is_cut(head: str, trainers: Any, plain: Any):
+    losses = torch.cat([label_losses(plain, row, smoothing=0.2) for row in make_rows()])
+    losses.mean().backward()
+    for micro_batcher in (MicroBatcher(8), MicroBatcher(3)):
+        loss, actual = step(trainers(head, 0.2), micro_batcher, make_rows())
         assert loss == pytest.approx(losses.mean().item(), rel=1e-6)
         assert difference(actual, gradients(plain)) <= 1e-6
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from forking import START, prepare_two_ranks, run_script
 from in_process import Inputs
 from plain_loss import label_losses
@@ -18,7 +20,7 @@ from sftplay.data.pipeline import load_examples
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.train.exact_batch import exposed_s
+from sftplay.train.exact_batch import exposed_s, reduce_in_fp32
 
 STEPS = 6
 
@@ -83,6 +85,16 @@ def _read(folder: RunFolder) -> TwoRanks:
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     ddp = [json.loads((folder.path / f"ddp-{rank}.json").read_text()) for rank in (0, 1)]
     return TwoRanks([line["loss"] for line in lines], lines, ddp, (folder.logs / "rank0.log").read_text(), folder)
+
+
+@pytest.mark.parametrize(
+    ("precision", "computes_in"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", None)]
+)
+def test_fsdp_computes_in_16_bits_and_sums_gradients_in_fp32(precision: str, computes_in: torch.dtype | None):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    reduce_in_fp32(SimpleNamespace(mixed_precision=precision, state=SimpleNamespace(fsdp_plugin=plugin)))
+    policy = plugin.mixed_precision_policy
+    assert (policy and (policy.param_dtype, policy.reduce_dtype)) == (computes_in and (computes_in, torch.float32))
 
 
 @pytest.mark.slow
