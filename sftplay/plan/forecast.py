@@ -364,7 +364,7 @@ MARGINS: dict[str, tuple[float, int]] = {
     "one": (0.06, int(1.6 * GIB)),
     "several": (0.12, int(2.5 * GIB)),
     "probed": (0.03, GIB // 2),
-    "cpu": (0.08, 96 * 2**20),
+    "cpu": (0.08, 112 * 2**20),
 }
 """Share of the estimate and bytes to keep free on top of it: one GPU, sharded over several, measured by a probe."""
 
@@ -627,9 +627,9 @@ def on_device(setup: MemorySetup, shape: ModelShape, *, device: Device) -> Memor
 
     From capability 8.0 on, padded rows of a plain decoder in 16 bits need no mask (`train.micro_batches`).
     """
-    here = replace(setup, workspace_bytes=workspace_bytes(device.capability))
     if not device.is_gpu:
-        return replace(here, folds_tiles=False)
+        return replace(setup, folds_tiles=False, workspace_bytes=0)
+    here = replace(setup, workspace_bytes=workspace_bytes(device.capability))
     is_half, is_plain = setup.compute_bytes == 2, shape.sliding_window is None and shape.layer_pattern == 1
     here = replace(here, chunk_tokens=gpu_chunk_tokens(shape.vocab))
     if device.capability >= (8, 0) and is_half and is_plain and setup.attention == "efficient":

@@ -156,8 +156,13 @@ def test_explicit_sizes_are_planned_as_they_are(capsys):
     assert (plan["batch_size"], plan["grad_accum"]) == (2, 8)
 
 
-def test_without_a_gpu_the_memory_of_the_machine_is_the_budget(capsys):
-    plan = answer(capsys, "--config", "configs/run_demo.yaml")
+CPU_CONFIGS = [f"configs/run_{name}.yaml" for name in ("demo", "dpo_toy", "grpo_toy", "score_toy", "hrm_sudoku4")]
+
+
+@pytest.mark.parametrize("config", CPU_CONFIGS)
+def test_without_a_gpu_the_memory_of_the_machine_is_the_budget_and_cublas_takes_none(capsys, config: str):
+    plan = answer(capsys, "--config", config)
+    assert not plan["components"].get("workspace")
     assert plan["code"] == 0
     assert plan["device"]["is_gpu"] is False
     assert 0 < plan["budget_bytes"] <= 0.92 * plan["device"]["total_bytes"] + 1
