@@ -81,6 +81,7 @@ RIGHT = [
     # without a fence
     "Here is the code:\n\n" + ADD + "\nIt adds the two numbers.",
     "Here is the code:\n\n" + shift(ADD),
+    "Here is the code:\n\n" + shift(ADD) + "\nIt adds the two numbers.",
     "Solution: def add(a, b): return a + b",
     "Use `add = lambda a, b: a + b`.",
     "First import what is needed.\n\nimport operator\n\ndef add(a, b):\n    return operator.add(a, b)\n\nThat is all.",
