@@ -677,8 +677,7 @@ def known_extras() -> dict[str, list[str]]:
     import tomllib
 
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras: dict[str, list[str]] = project["optional-dependencies"]
-    return extras
+    return project["optional-dependencies"]
 
 
 def read_stamp(wanted: Environment) -> Stamp:

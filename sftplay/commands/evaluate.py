@@ -128,8 +128,7 @@ def _measure_pairs(cfg: RunConfig, folder: RunFolder, **named: Any) -> tuple[dic
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
     named |= {"tokenizer": tokenizer, "template": stored_template(tokenizer, folder)}
-    measured: tuple[dict[str, dict[str, Any]], str] = cfg.task.finished.measure_finished(cfg, folder, **named)
-    return measured
+    return cfg.task.finished.measure_finished(cfg, folder, **named)
 
 
 NAME_ROWS = "name rows that were not trained on: ARGS=data.val_path=FILE (data.split holds out more in a new run only)"

@@ -71,8 +71,7 @@ class HarnessModel(HFLM):
 
     def score(self, ids: list[int]) -> torch.Tensor:
         """Return the scores of the token behind these."""
-        scores: torch.Tensor = self._model_call(torch.tensor([ids[-self.max_length :]], device=self.device))[0, -1]
-        return scores
+        return self._model_call(torch.tensor([ids[-self.max_length :]], device=self.device))[0, -1]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the prompt as the harness renders it. Raise RunError where the kit renders it otherwise."""
@@ -123,14 +122,12 @@ class HarnessModel(HFLM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Return log-likelihood of each continuation, and whether it is the likeliest."""
         self._begin(requests, "continuations scored")
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return found
+        return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Return the log-likelihood of each text."""
         self._begin(requests, "texts scored")
-        found: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=True)
-        return found
+        return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """Return an answer to each prompt."""
@@ -140,8 +137,7 @@ class HarnessModel(HFLM):
             what = f"a task wants answers of {longest:,} tokens, and the model reads {self.max_length:,} in all"
             raise ConfigError(what, where="--tasks", fix="choose tasks with shorter answers")
         self._begin(requests, "prompts answered")
-        found: list[str] = super().generate_until(requests, disable_tqdm=True)
-        return found
+        return super().generate_until(requests, disable_tqdm=True)
 
     def _begin(self, requests: Sequence[Any], what: str) -> None:
         """Check the first request of an evaluation that has a text, and show how far the others are."""

@@ -51,8 +51,7 @@ def answer_all(file: Path, questions: Sequence[Question], *, max_new_tokens: int
 
 def tokenize_all(file: Path, texts: Sequence[str]) -> list[list[int]]:
     """Return llama.cpp's ids of the texts, special tokens in them included, without one before or behind them."""
-    found: list[list[int]] = ask_llama_cpp(file, {"texts": list(texts)})["texts"]
-    return found
+    return ask_llama_cpp(file, {"texts": list(texts)})["texts"]
 
 
 def score_positions(file: Path, sequences: Sequence[tuple[Sequence[int], int]], *, top: int) -> list[list[Logprobs]]:
@@ -90,8 +89,7 @@ def ask_llama_cpp(file: Path, job: Mapping[str, Any], *, deadline_s: float | Non
             said = next(errors, lines[-1] if lines else "")
             what = f"llama.cpp ended with {code}: {said}"
             raise RunError(what, where=str(file), fix="see whether the file is whole; report the message")
-        reply: dict[str, Any] = json.loads(replied.read_text(encoding="utf-8"))
-        return reply
+        return json.loads(replied.read_text(encoding="utf-8"))
 
 
 class _Server:
@@ -121,14 +119,12 @@ class _Server:
 
     def template(self) -> str | None:
         with urlopen(self._server.listening_address + "/props", timeout=SERVER_S) as answer:
-            found: str | None = json.load(answer).get("chat_template")
-            return found
+            return json.load(answer).get("chat_template")
 
     def tokenize(self, text: str, *, whole: bool = False) -> list[int]:
         """Return the ids of a text; of a `whole` one those that the tokenizer puts around it too."""
         content = {"content": text, "add_special": whole, "parse_special": True}
-        found: list[int] = self.post("/tokenize", content)["tokens"]
-        return found
+        return self.post("/tokenize", content)["tokens"]
 
     def read_prompt(self, prompt: str | dict[str, Any]) -> list[int]:
         """Return the ids of a plain prompt, or of a dialogue as llama.cpp renders it."""

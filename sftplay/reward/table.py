@@ -111,8 +111,7 @@ class Shipped:
 
     def load(self) -> RewardFunction:
         """Import the function. The types of its parameters say what options may be."""
-        function: RewardFunction = getattr(import_module(f"sftplay.reward.{self.module}"), self.function)
-        return function
+        return getattr(import_module(f"sftplay.reward.{self.module}"), self.function)
 
 
 ENVIRONMENT_REWARD = "environment_reward"

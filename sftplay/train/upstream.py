@@ -49,8 +49,7 @@ def avoid_triton() -> None:
 
 def read_micro_batches(trainer: Any) -> list[dict[str, Any]] | None:
     """Return the micro-batches of the rollout batch that a GRPOTrainer trains on (trl 1.16, `_prepare_inputs`)."""
-    found: list[dict[str, Any]] | None = trainer._buffered_inputs
-    return found
+    return trainer._buffered_inputs
 
 
 def replace_micro_batches(trainer: Any, micro_batches: list[dict[str, Any]]) -> None:
@@ -107,8 +106,7 @@ def replace_sent_weights(generation: Any, read: Callable[[], Iterable[tuple[str,
 
 def read_sent_weights(generation: Any) -> Iterable[tuple[str, Any]]:
     """Return the weights that a `VLLMGeneration` sends, by name (trl 1.16, generation/vllm_generation.py)."""
-    sent: Iterable[tuple[str, Any]] = generation._iter_named_params()
-    return sent
+    return generation._iter_named_params()
 
 
 def replace_sync(generation: Any, sync: Callable[[], None]) -> None:
@@ -168,10 +166,7 @@ def read_padding(config: Any) -> Any:
 
 def gather_zero3_weights(trainer: Any, *, leaves_out_frozen: bool) -> dict[str, Any] | None:
     """Gather a model that ZeRO-3 shards in 16 bits; only the main rank gets it (deepspeed 0.19, runtime/engine.py)."""
-    weights: dict[str, Any] | None = trainer.deepspeed._zero3_consolidated_16bit_state_dict(
-        exclude_frozen_parameters=leaves_out_frozen
-    )
-    return weights
+    return trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=leaves_out_frozen)
 
 
 def find_attention(model: Any) -> str:

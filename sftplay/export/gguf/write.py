@@ -86,10 +86,7 @@ def quantize(values: np.ndarray[Any, Any], kind: Type, *, name: str) -> np.ndarr
     if not largest <= float(np.finfo(np.float16 if kind == Type.F16 else np.float32).max):
         what = f"{name} has values that {kind.name} cannot hold (up to {largest:g})"
         raise RunError(what, where="--quant", fix="look for values that are not finite, or take bf16 instead of f16")
-    done: np.ndarray[Any, Any] = (
-        _quantize_blocks(values, kind) if kind in _K_QUANTS else gguf.quants.quantize(values, kind)
-    )
-    return done
+    return _quantize_blocks(values, kind) if kind in _K_QUANTS else gguf.quants.quantize(values, kind)
 
 
 def _quantize_blocks(values: np.ndarray[Any, Any], kind: Type) -> np.ndarray[Any, Any]:

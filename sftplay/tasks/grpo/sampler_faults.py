@@ -366,8 +366,7 @@ def _list_heads(learner: Learner) -> Iterator[tuple[str, Tensor]]:
 def _head_weight(model: Any) -> Tensor:
     head = model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)  # PEFT's wrapper around a head that trains in full
-    weight: Tensor = (copies["default"] if copies is not None and "default" in copies else head).weight
-    return weight
+    return (copies["default"] if copies is not None and "default" in copies else head).weight
 
 
 @contextmanager

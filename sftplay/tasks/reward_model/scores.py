@@ -111,8 +111,7 @@ def _refusal(what: str) -> ConfigError:
 def find_score_head(model: Any) -> ScoreHead:
     """Return the head of a score model that computes: with an adapter the copy that trains."""
     head = next(getattr(model, name) for name in SEQ_CLS_HEAD_NAMES if hasattr(model, name))
-    found: ScoreHead = head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
-    return found
+    return head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
 
 
 def pair_scores(model: Any, batch: Batch, *, shares: bool) -> Tensor:

@@ -71,8 +71,7 @@ def run_with_weights(model: Any, work: Callable[[], T]) -> T:
 
     A backward pass through tensors of the result has the weights too.
     """
-    result: T = model.run_with_weights(work) if is_sharded(model) else work()
-    return result
+    return model.run_with_weights(work) if is_sharded(model) else work()
 
 
 def is_sharded(model: Any) -> bool:
@@ -146,8 +145,7 @@ class TextEncoder(nn.Module):
         """Return the state after the last token, [episodes, width], on the network's device."""
         ids, lengths = (tensor.to(self.embedding.weight.device) for tensor in tokens)
         states, _ = self.recurrent(self.embedding(ids))
-        last: Tensor = states[torch.arange(len(states), device=states.device), lengths - 1]
-        return last
+        return states[torch.arange(len(states), device=states.device), lengths - 1]
 
 
 ValueFlow = Literal["shared_trunk", "stop", "straight_through"]
@@ -162,8 +160,7 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map states [..., width] to values [...] between 0 and 1."""
-        value: Tensor = torch.sigmoid(self.linear(hidden.float().to(self.linear.weight.device)).squeeze(-1))
-        return value
+        return torch.sigmoid(self.linear(hidden.float().to(self.linear.weight.device)).squeeze(-1))
 
 
 class SeparateValue(nn.Module):
@@ -175,8 +172,7 @@ class SeparateValue(nn.Module):
 
     def forward(self, tokens: PaddedTokens) -> Tensor:
         """Return values between 0 and 1, [episodes]."""
-        value: Tensor = self.head(self.encoder(tokens))
-        return value
+        return self.head(self.encoder(tokens))
 
 
 def value_loss(

@@ -399,8 +399,7 @@ def score_actions(
 
 def select_last(hidden: Tensor, batch: ActionBatch) -> Tensor:
     """Select the state at the last token of each action: [actions, 1 + longest, width] -> [actions, width]."""
-    last: Tensor = hidden[torch.arange(len(hidden), device=hidden.device), batch.mask.sum(1).long()]
-    return last
+    return hidden[torch.arange(len(hidden), device=hidden.device), batch.mask.sum(1).long()]
 
 
 def forward(model: Any, batch: ActionBatch) -> Tensor:
@@ -411,8 +410,7 @@ def forward(model: Any, batch: ActionBatch) -> Tensor:
     out = unwrap_adapter(model).base_model(
         input_ids=batch.ids, attention_mask=batch.attention, position_ids=batch.positions, use_cache=False
     )
-    hidden: Tensor = out.last_hidden_state[:, -batch.tokens.shape[1] - 1 :]
-    return hidden
+    return out.last_hidden_state[:, -batch.tokens.shape[1] - 1 :]
 
 
 @torch.no_grad()
