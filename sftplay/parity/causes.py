@@ -105,7 +105,7 @@ def _describe(
     for dtype in NARROWER:
         is_near = bool(((found - wanted).abs() <= 2 * UNITS[dtype] * wanted.abs() + 1e-12).all())
         if is_near and torch.equal(found, found.to(dtype).float()):
-            return f"was rounded to {_word(dtype)} and is stored as if it were exact"
+            return f"was rounded to {str(dtype).removeprefix('torch.')} and is stored as if it were exact"
     if base is not None and base.shape == found.shape:
         moved, left = (float((value - base).norm()) for value in (wanted, found))
         if left <= 0.05 * moved:
@@ -154,10 +154,6 @@ def find_dtypes(headers: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     for name, kind in headers:
         found.setdefault(words.get(kind, kind), []).append(name)
     return found
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 PROBES = (

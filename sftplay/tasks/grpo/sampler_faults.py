@@ -398,15 +398,6 @@ def weights_replaced(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None
             value.data = kept[name]
 
 
-def find_adapted(model: Any) -> dict[str, Any]:
-    """Return the layers with a low-rank pair, by name."""
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if getattr(layer, "scaling", None) and hasattr(layer, "lora_A")
-    }
-
-
 @contextmanager
 def scaled(layers: Sequence[Any], factor: float) -> Iterator[None]:
     """Inside, the pairs of these layers count `factor` times."""
@@ -421,7 +412,8 @@ def scaled(layers: Sequence[Any], factor: float) -> Iterator[None]:
 
 
 def _try_adapter(diagnosis: Diagnosis) -> Iterator[Hypothesis]:
-    layers = find_adapted(diagnosis.learner.model)
+    modules = diagnosis.learner.model.named_modules()
+    layers = {name: part for name, part in modules if getattr(part, "scaling", None) and hasattr(part, "lora_A")}
     if not layers:
         return
 

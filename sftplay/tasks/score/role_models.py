@@ -126,11 +126,11 @@ class PaddedTokens(NamedTuple):
     lengths: Tensor
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int]], device: Any = "cpu") -> PaddedTokens:
+    def from_rows(cls, rows: Sequence[Sequence[int]]) -> PaddedTokens:
         """Pad rows of ids; none may be empty. The network never reads the padding."""
         lengths = torch.tensor([len(row) for row in rows])
         ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-        return cls(ids.to(device), lengths.to(device))
+        return cls(ids, lengths)
 
 
 class TextEncoder(nn.Module):

@@ -272,11 +272,6 @@ def gather_log_probs(log_probs: Tensor, tokens: Tensor) -> Tensor:
     return torch.gather(log_probs, -1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def find_stage(step: int, score: ScoreConfig) -> Stage:
-    """Return the stage of an optimizer step; steps count from 1."""
-    return 1 if step <= score.stage1_steps else 2
-
-
 def choose_kl_coefficients(stage: Stage, score: ScoreConfig) -> dict[str, float]:
     """Choose the weights of the KL terms. In stage 1, beta2 pins turn 1 to the reference."""
     return {"t1": score.beta2 if stage == 1 else score.beta1, "t2": score.beta1, "guide": score.beta_guide}
@@ -684,8 +679,8 @@ class PolicyUpdate:
         self._token_weights: dict[str, float] = {}
         """Action tokens that a role's loss is divided by, as a share of the step's."""
 
-        self.stage = find_stage(step, score)
-        self.guide_learns = is_guide_training(role_models, score, step=step)
+        self.stage: Stage = 1 if step <= score.stage1_steps else 2  # steps count from 1
+        self.guide_learns = "guide" in role_models.trainable and step > score.guidance_warmup
         self.gradients = PolicyGradients(role_models, score, batch=batch)
         self.critic_gradients = None
         if role_models.critic is not None:
@@ -771,8 +766,3 @@ def group_actions(episodes: Sequence[Episode]) -> dict[Turn, list[Action]]:
         "t2": [episode.second for episode in episodes],
         "guide": [episode.hint for episode in episodes if episode.hint is not None],
     }
-
-
-def is_guide_training(role_models: RoleModels, score: ScoreConfig, *, step: int) -> bool:
-    """Whether the guide trains in this optimizer step."""
-    return "guide" in role_models.trainable and step > score.guidance_warmup
