@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
-from sftplay.errors import ConfigError, RunError, nearest_names
+from sftplay.errors import ConfigError, RunError, suggest
 from sftplay.export.gguf.families import add_hyperparameters, find_family, list_tensors
 from sftplay.export.gguf.vocabulary import Vocabulary, add_vocabulary
 
@@ -42,8 +42,7 @@ def check_quants(names: Sequence[str]) -> None:
     """Raise ConfigError for a mixture that is not written here."""
     for name in names:
         if name not in QUANTS:
-            near = nearest_names(name, QUANTS)
-            fix = f"did you mean {near[0]!r}?" if near else "choose one of these"
+            fix, near = suggest(name, QUANTS, "choose one of these")
             what = f"{name!r} is not written here; there are {', '.join(QUANTS)}"
             raise ConfigError(
                 what, where="--quant", fix=f"{fix} (llama-quantize makes others of the f16 file)", nearest=near

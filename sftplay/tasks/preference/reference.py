@@ -296,7 +296,7 @@ def open_reference(cfg: RunConfig) -> Any:
         MachineError: the weights cannot be read.
     """
     found = find_reference_model(cfg)
-    where = f"{cfg.origins.get('preference.reference', 'default')} preference.reference"
+    where = cfg.describe_origin("preference.reference")
     source = locate(found.name)
     named = cfg.model.model_copy(update={"name": source, "revision": found.revision, "adapter": None})
     tokens = load_tokenizer(cfg.model)
