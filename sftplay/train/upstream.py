@@ -9,7 +9,7 @@ Of TRL 1.16 (`trl/trainer/grpo_trainer.py`): `_calculate_rewards`, `_generate`, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from sftplay import log
@@ -115,21 +115,23 @@ def replace_sync(generation: Any, sync: Callable[[], None]) -> None:
 
 
 @contextmanager
-def vllm_replaced(**names: Any) -> Iterator[None]:
-    """Inside, a new `VLLMGeneration` takes these for `VLLMClient`, `LLM` (trl 1.16, generation/vllm_generation.py)."""
-    if not names:
-        yield
-        return
-    from trl.generation import vllm_generation
-
-    before = {name: getattr(vllm_generation, name) for name in names}
-    for name, value in names.items():
-        setattr(vllm_generation, name, value)
+def replaced_attributes(target: Any, **values: Any) -> Iterator[None]:
+    """Inside, the attributes have these values; afterwards they have their former ones."""
+    before = {name: getattr(target, name) for name in values}
+    vars(target).update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(vllm_generation, name, value)
+        vars(target).update(before)
+
+
+def vllm_replaced(**names: Any) -> AbstractContextManager[None]:
+    """Inside, a new `VLLMGeneration` takes these for `VLLMClient`, `LLM` (trl 1.16, generation/vllm_generation.py)."""
+    if not names:
+        return nullcontext()
+    from trl.generation import vllm_generation
+
+    return replaced_attributes(vllm_generation, **names)
 
 
 @contextmanager

@@ -19,9 +19,8 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.grpo.rollouts import replaced_attributes
 from sftplay.tasks.grpo.sampler_check import SampledRow
-from sftplay.train.upstream import logit_scales
+from sftplay.train.upstream import logit_scales, replaced_attributes
 
 TOP_IDS, TOP_LOGPS = "sampler_top_ids", "sampler_top_logps"
 """Keys for the sampler's likeliest tokens at each place of a completion: int64 and float [rows, tokens, k]."""
