@@ -60,7 +60,6 @@ class Mounted:
 
 @cache
 def served_names() -> dict[str, Any]:
-    """The tables of served_names.yaml."""
     return yaml.safe_load((Path(__file__).parent / "served_names.yaml").read_text(encoding="utf-8"))
 
 

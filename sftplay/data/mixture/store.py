@@ -61,7 +61,6 @@ class Documents:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all documents."""
         return int(self.table["end"][-1]) if len(self.table) else 0
 
     @property

@@ -85,7 +85,6 @@ class Pair:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The words of each side."""
         return tuple("\n\n".join(map(_words, side)) for side in self.sides)
 
 

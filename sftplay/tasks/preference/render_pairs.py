@@ -55,7 +55,6 @@ class PairExample(Example):
 
     @property
     def longest_side(self) -> int:
-        """Tokens of the prompt with the longer side."""
         n_joined, n_chosen = len(self.ids) // 4, self.prompt_tokens + self.chosen_tokens
         return max(n_chosen, n_joined - self.chosen_tokens)
 
@@ -87,7 +86,6 @@ class PairProcessor(RowProcessor):
     _options: PairOptions
 
     def process(self, rows: Sequence[RawRow], share: float) -> list[RowOutcome]:
-        """Return one outcome for each row; `share` of all prompts is held out (0 none, 1 all)."""
         outcomes: list[RowOutcome] = []
         waiting: list[_Sides] = []
         for number, source, raw in rows:

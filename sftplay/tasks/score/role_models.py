@@ -355,18 +355,15 @@ class RoleModels:
 
     @property
     def value_head(self) -> Any:
-        """The value model V."""
         return self.networks["value_head"]
 
     @property
     def critic(self) -> Critic | None:
-        """The critic; None without one."""
         found: Any = self.networks.get("critic")
         return found
 
     @property
     def target_critic(self) -> Critic:
-        """The target critic, where there is a critic."""
         found: Any = self.networks["slow_critic"]
         return found
 

@@ -305,7 +305,6 @@ class ActionBatch(NamedTuple):
 
     @classmethod
     def from_actions(cls, actions: Sequence[Action], *, pad: int, device: Any) -> ActionBatch:
-        """Pad the actions to tensors."""
         prompts, prompt_mask = left_padded([action.prompt for action in actions], pad)
         tokens, mask = right_padded([action.ids for action in actions], pad, dtype=torch.int64)
         sampled_log_probs, _ = right_padded([action.log_probs for action in actions], 0.0, dtype=torch.float32)
