@@ -364,13 +364,6 @@ def decide_rows_at_once(share: int, forecast: Callable[[int], Forecast] | None) 
     return Decision(rows, f"{share} completions of a process in {parts} parts; one takes {filled} with its margin")
 
 
-def count_together(cfg: RunConfig) -> int:
-    """Return the completions of a prompt that a micro-batch may hold: TRL mixes those of several steps."""
-    grpo, rows = cfg.grpo, cfg.train.batch_size
-    number = max(1, grpo.num_generations // grpo.steps_per_generation)
-    return min(number, rows) if isinstance(rows, int) else number
-
-
 def keeps_groups(cfg: RunConfig) -> bool:
     """Return whether a micro-batch surely holds the completions of few prompts: it is asked for, and the micro-batches
     of a step can be ordered (`shared_groups.depends_on_cut`)."""
@@ -381,7 +374,9 @@ def keeps_groups(cfg: RunConfig) -> bool:
 
 def decide_shared_prompts(cfg: RunConfig, shape: ModelShape | None, *, strategy: str) -> Decision:
     """Decide whether prompts may be computed once: where that costs less at full length, by products and attention."""
-    number, prompt, completion = count_together(cfg), cfg.prompt_tokens, cfg.grpo.max_completion_length
+    prompt, completion, rows = cfg.prompt_tokens, cfg.grpo.max_completion_length, cfg.train.batch_size
+    number = max(1, cfg.grpo.num_generations // cfg.grpo.steps_per_generation)  # TRL mixes those of several steps
+    number = min(number, rows) if isinstance(rows, int) else number
     if strategy in ("zero3", "fsdp"):
         return Decision(
             False, f"what allows it cannot be proved where processes hold parts of the weights ({strategy})"
