@@ -40,6 +40,7 @@ from sftplay.tasks.score.role_models import (
 from sftplay.tasks.score.sample_episodes import Action, Episode, ResampledAnswers, right_padded
 from sftplay.tasks.score.section import ScoreConfig
 from sftplay.train.loss_heads import PROOF_TOLERANCE, compute_scores, proof_rows
+from sftplay.train.shared_prompt import unwrap
 
 Stage = Literal[1, 2]
 
@@ -328,7 +329,7 @@ class OutputHead(NamedTuple):
     @classmethod
     def from_model(cls, model: Any) -> OutputHead:
         """Read the head of a causal model, with an adapter or without."""
-        head = unwrap_adapter(model).get_output_embeddings()
+        head = unwrap(model).get_output_embeddings()
         return cls(head.weight, getattr(head, "bias", None), model.config.get_text_config())
 
     def log_probs(self, hidden: Tensor, temperature: float) -> Tensor:
@@ -401,7 +402,7 @@ def forward(model: Any, batch: ActionBatch) -> Tensor:
 
     A state predicts the token after it.
     """
-    out = unwrap_adapter(model).base_model(
+    out = unwrap(model).base_model(
         input_ids=batch.ids, attention_mask=batch.attention, position_ids=batch.positions, use_cache=False
     )
     return out.last_hidden_state[:, -batch.tokens.shape[1] - 1 :]
@@ -410,7 +411,7 @@ def forward(model: Any, batch: ActionBatch) -> Tensor:
 @torch.no_grad()
 def check_output_head(model: Any) -> None:
     """Raise ConfigError where, on a few tokens, the logits depend on more than last hidden states and output head."""
-    causal = unwrap_adapter(model)
+    causal = unwrap(model)
     ids = proof_rows(causal)[0] % causal.get_input_embeddings().weight.shape[0]
     was_training = model.training
     model.eval()
@@ -428,11 +429,6 @@ def check_output_head(model: Any) -> None:
         return
     what = f"{why}, and two-turn episodes are learned from the scores of the plain head"
     raise ConfigError(what, where=where, fix=fix)
-
-
-def unwrap_adapter(model: Any) -> Any:
-    """Return the causal model of transformers under an adapter, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @dataclass(frozen=True, kw_only=True)
