@@ -19,7 +19,7 @@ from io import TextIOWrapper
 from typing import Any, NoReturn
 
 from sftplay import log
-from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, machine_refusal, nearest_names
+from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, machine_refusal, nearest_names, suggest
 from sftplay.log import RED, drop, is_unwritable, open_closed, painted
 
 VERBS = {
@@ -248,8 +248,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         key = argument.partition("=")[0]
         is_flag = argument.startswith("--") and "." not in key and nearest_names(key, known, cutoff=0.8)
         if "=" not in argument or key.strip("-") == "" or is_flag:
-            near = nearest_names(key, known)
-            fix = f"did you mean {near[0]!r}?" if near else "write config values as a.b=c"
+            fix, near = suggest(key, known, "write config values as a.b=c")
             raise ConfigError(f"{args.verb} does not know {argument!r}", where="command line", fix=fix, nearest=near)
     args.overrides = [argument.removeprefix("--") for argument in rest]
     args.launcher_args = launcher_args

@@ -185,6 +185,12 @@ def nearest_names(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> li
     return get_close_matches(name[:200], list(known), n=3, cutoff=cutoff)
 
 
+def suggest(name: str, known: Iterable[str], otherwise: str) -> tuple[str, list[str]]:
+    """The remedy for an unknown name, and the nearest known ones; `otherwise` is the remedy where none is near."""
+    near = nearest_names(name, known)
+    return f"did you mean {near[0]!r}?" if near else otherwise, near
+
+
 def error_from_json(content: dict[str, Any]) -> SftplayError:
     """The error that another process wrote with `as_json`."""
     kinds: dict[str, type[SftplayError]] = {kind.code: kind for kind in (ConfigError, MachineError, DataError)}

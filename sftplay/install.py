@@ -242,7 +242,7 @@ def build(wanted: Environment, extras: list[str], lock: int) -> int:
     """Carry out the steps; each leaves a stamp from which the next start goes on."""
     before = read_stamp(wanted)
     is_new = before.state not in (SWAPPING, BEGUN, str(Path.cwd())) or not wanted.works()
-    installer = find_installer()
+    installer = Installer("" if os.environ.get("INSTALLER") == "pip" else find_uv(), read_pip_settings())
     problem = find_setting_problem(wanted, installer)
     if problem:
         return refuse(problem, CONFIG)
@@ -286,7 +286,6 @@ def build(wanted: Environment, extras: list[str], lock: int) -> int:
 
 
 def refuse(problem: str, exit_code: int) -> int:
-    """Say the problem; its exit code."""
     sys.stderr.write(problem + "\n")
     return exit_code
 
@@ -430,12 +429,6 @@ def find_installer_problem() -> str:
     if named == "uv" and not find_uv():
         return "install: INSTALLER=uv, but no uv of 0.5 or later runs here\n  fix: install uv, or leave INSTALLER= out"
     return ""
-
-
-def find_installer() -> Installer:
-    """uv where one runs, else pip; INSTALLER= names one."""
-    uv = "" if os.environ.get("INSTALLER") == "pip" else find_uv()
-    return Installer(uv, read_pip_settings())
 
 
 def find_uv() -> str:
@@ -677,8 +670,7 @@ def known_extras() -> dict[str, list[str]]:
     import tomllib
 
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras: dict[str, list[str]] = project["optional-dependencies"]
-    return extras
+    return project["optional-dependencies"]
 
 
 def read_stamp(wanted: Environment) -> Stamp:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +25,18 @@ def cache_root() -> Path:
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "sftplay"
     return Path(home) / ".cache" / "sftplay" if os.access(home, os.W_OK) else Path(".cache")
+
+
+def find_hub_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the hub's client keeps its token, and its cache if no variable names it (huggingface_hub, constants.py)."""
+    base = Path(environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(environ.get("HF_HOME") or base / "huggingface").expanduser()
+
+
+def find_hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    """The hub's cache on this machine."""
+    named = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
+    return Path(named or find_hub_home(environ) / "hub").expanduser()
 
 
 def find_vllm_python() -> Path | None:

@@ -28,7 +28,7 @@ def load_texts(args: Namespace) -> RunConfig:
     if not cfg.task.reads_text:
         what = "task_mode hrm learns puzzles, which have neither a tokenizer nor a template"
         fix = "`make train` prints what the puzzles are; `make puzzle-data` makes some"
-        raise ConfigError(what, where=f"{cfg.origins.get('task_mode', 'default')} task_mode", fix=fix)
+        raise ConfigError(what, where=cfg.describe_origin("task_mode"), fix=fix)
     return cfg
 
 
@@ -72,7 +72,7 @@ def render(args: Namespace) -> int:
     """`render`: training rows as the chat template writes them; with `--out` every row, into a new jsonl file."""
     cfg = load_texts(args)
     if cfg.learns_documents:
-        where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
+        where = cfg.describe_origin("task_mode", unset=args.config)
         what = f"the rows of {cfg.task_mode} are blocks of documents, which no chat template writes"
         raise ConfigError(what, where=where, fix=f"make inspect CONFIG={args.config} shows what stands in them")
     if args.out is not None:

@@ -52,7 +52,13 @@ def evaluate(args: Namespace) -> int:
     elif cfg.task.compares_answers:
         sides = ("before", "after") if measure.has_base else ("after",)
         paths = {side: folder.eval / f"{measure.prefix}{side}.json" for side in sides}
-        figures, table = _measure_pairs(cfg, folder, split=measure.split, paths=paths)
+        from sftplay.model.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(cfg.model, str(folder.result))
+        figures, table = cfg.task.finished.measure_finished(
+            cfg, folder, tokenizer=tokenizer, template=stored_template(tokenizer, folder), split=measure.split,
+            paths=paths,
+        )  # fmt: skip
     elif cfg.learns_documents:
         figures, table = _measure_sources(cfg, folder, measure=measure)
     else:
@@ -121,15 +127,6 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[di
         figures[side] = measure_model(model, rows, cfg=cfg, path=path)
         del model
     return figures, figures_table(figures)
-
-
-def _measure_pairs(cfg: RunConfig, folder: RunFolder, **named: Any) -> tuple[dict[str, dict[str, Any]], str]:
-    from sftplay.model.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(cfg.model, str(folder.result))
-    named |= {"tokenizer": tokenizer, "template": stored_template(tokenizer, folder)}
-    measured: tuple[dict[str, dict[str, Any]], str] = cfg.task.finished.measure_finished(cfg, folder, **named)
-    return measured
 
 
 NAME_ROWS = "name rows that were not trained on: ARGS=data.val_path=FILE (data.split holds out more in a new run only)"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sftplay import log
 from sftplay.config.load import load_config
-from sftplay.errors import ConfigError, MachineError, RunError, nearest_names
+from sftplay.errors import ConfigError, MachineError, RunError, suggest
 from sftplay.machine.probe import probe
 from sftplay.plan.communication import nominal_link
 from sftplay.runs.comm_check import (
@@ -94,7 +94,6 @@ def select(table: list[Check], only: str) -> list[Check]:
     names = [check.name for check in table]
     for word in words:
         if not any(word in name for name in names):
-            near = nearest_names(word, names)
-            fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            fix, near = suggest(word, names, f"there are {', '.join(names)}")
             raise ConfigError(f"no check is called {word!r}", where="--only", fix=fix, nearest=near)
     return [check for check in table if not words or any(word in check.name for word in words)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from sftplay import log
 from sftplay.data.ingest.children import STEPS, Settings
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import ConfigError, suggest
 from sftplay.machine.probe import usable_cores
 from sftplay.report.page import Answer, Section, Table, cut, render_page
 from sftplay.units import format_seconds
@@ -22,8 +22,7 @@ def ingest(args: Namespace) -> int:
         what = f"{args.overrides[0]!r} is no setting of ingest, which has no config"
         raise ConfigError(what, where="command line", fix="see `python -m sftplay ingest --help`")
     if unknown := next((step for step in args.without if step not in STEPS), None):
-        near = nearest_names(unknown, STEPS)
-        fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(STEPS)}"
+        fix, near = suggest(unknown, STEPS, f"there are {', '.join(STEPS)}")
         raise ConfigError(f"no step called {unknown!r}", where="--without", fix=fix, nearest=near)
     if args.max_chars is not None and args.max_chars < args.min_chars:
         what = f"is {args.max_chars:,}, below --min-chars {args.min_chars:,}: nothing would be kept"

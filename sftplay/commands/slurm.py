@@ -42,7 +42,6 @@ def submit(args: Namespace) -> int:
 
 
 def read_request(args: Namespace) -> JobRequest:
-    """Return the job that the flags ask for."""
     options = {}
     for flag, text in (("--sbatch", args.sbatch), ("--server-sbatch", args.server_sbatch)):
         try:

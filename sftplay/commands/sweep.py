@@ -77,9 +77,9 @@ def _check(base: RunConfig, name: str) -> None:
         fix = "use letters, digits, `_`, `.` and `-`"
         raise ConfigError(f"{name!r} cannot be the name of a sweep", where="--name", fix=fix)
     if not has_held_out(base) and not base.task.measures_training_rows:
-        where = f"{base.origins.get('data.split', '')} data.split".strip()
+        where = base.describe_origin("data.split", unset="")
         what = "holds out nothing, and trials compare by what is held out"
         raise ConfigError(what, where=where, fix="give data.val_path, or a data.split above 0")
     if base.train.resume not in ("never", "auto"):
-        where = f"{base.origins.get('train.resume', '')} train.resume".strip()
+        where = base.describe_origin("train.resume", unset="")
         raise ConfigError("each trial of a sweep starts anew", where=where, fix="remove it")

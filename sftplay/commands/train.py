@@ -49,7 +49,7 @@ def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
     if args.verb == "resume":
         cfg = cfg.with_values({"train.resume": "auto"}, "resume") if cfg.train.resume == "never" else cfg
     elif args.documents and not cfg.learns_documents:
-        where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
+        where = cfg.describe_origin("task_mode", unset=args.config)
         fix = "write task_mode: cpt, or cpt_mixed with chats next to them; or use make train"
         raise ConfigError(f"{cfg.task_mode} does not learn documents", where=where, fix=fix)
     elif cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from sftplay.errors import ConfigError, ConfigErrors, nearest_names
+from sftplay.errors import ConfigError, ConfigErrors, suggest
 
 KeyPath = tuple[str | int, ...]  # where a value is in a document: keys, and positions in lists
 
@@ -404,8 +404,7 @@ def _entry_number(name: str, entries: list[Any], *, layer: Layer, path: KeyPath)
         return int(name)
     key = ".".join(map(str, path))
     where = f"{layer.find_location_within((*path, name)) or ''} {key}.{name}".strip()
-    near = nearest_names(name, names)
-    fix = f"did you mean {near[0]!r}?" if near else f"{key} has {', '.join(names) or 'no entries'}"
+    fix, near = suggest(name, names, f"{key} has {', '.join(names) or 'no entries'}")
     nearest = [f"{key}.{known}" for known in near]
     raise ConfigError(f"{key} has no entry called {name!r}", where=where, fix=fix, nearest=nearest)
 

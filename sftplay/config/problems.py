@@ -21,7 +21,7 @@ from sftplay.config.keys import (
 )
 from sftplay.config.layers import KeyPath, Layer, LocatedProblem, SourceLocation, scalar, walk
 from sftplay.config.manual import accepts, described, list_choices
-from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names
+from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names, suggest
 
 _MEANT = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
@@ -140,8 +140,7 @@ def _wrong_value(path: KeyPath, values: Any) -> _Explanation:
         if not names or inner in names:
             form = node.get("additionalProperties", {})
             return _Explanation(f"{_as_yaml(value)} is not {described(form)}", _value_fix(value, form))
-        near = nearest_names(_plain(inner), names)
-        fix = f"did you mean {near[0]!r}?" if near else f"{outer} has {', '.join(names)}"
+        fix, near = suggest(_plain(inner), names, f"{outer} has {', '.join(names)}")
         return _Explanation(f"{outer} has no field called {inner!r}", fix, [f"{outer}.{one}" for one in near])
     if key not in all_keys():
         if key in list_keys() and path[-1] == key:

@@ -444,6 +444,10 @@ class RunConfig(Section):
         """Dotted key -> `file:line` or `command line`, for every value that is not a default."""
         return self._origins
 
+    def describe_origin(self, key: str, *, unset: str = "default") -> str:
+        """Return where a key was written and the key itself, for an error; `unset` stands for a key that was not."""
+        return f"{self._origins.get(key, unset)} {key}".strip()
+
     def get_value(self, dotted: str) -> Any:
         """Return the value of a dotted key; also of one below `data.columns` and `extra`, and of an entry of a list."""
         value: Any = self

@@ -233,7 +233,6 @@ class _Pass:
         (folder / REPORT).write_text(json.dumps(self._report(inputs)), encoding="utf-8")
 
     def _prompts(self, path: str) -> Iterator[Prompt | RowOutcome]:
-        """Yield each row as a prompt, or as refused."""
         for number, (source, row) in enumerate(read_rows(path, self._dialect)):
             try:
                 if isinstance(row, Refused):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sftplay.errors import ConfigError, DataError, nearest_names
+from sftplay.errors import ConfigError, DataError, suggest
 from sftplay.places import shipped
 from sftplay.reward.code_rewards import without_reasoning
 
@@ -67,8 +67,7 @@ class TwentyQuestions:
         """
         secret = row.get("secret")
         if secret not in self._things:
-            near = nearest_names(str(secret), tuple(self._things))
-            fix = f"did you mean {near[0]!r}?" if near else "name a thing of the table, or give your own table"
+            fix, near = suggest(str(secret), tuple(self._things), "name a thing of the table, or give your own table")
             raise DataError(f"{secret!r} is no thing of the table", where="secret", fix=fix, nearest=near)
         self._secret, self._asked = str(secret), 0
 

@@ -72,7 +72,7 @@ def _join_sides(old: Any, side: Side, *, figures: BySource) -> dict[str, dict[st
 
 def _describe_forgetting(name: str, row: Figures) -> dict[str, Any]:
     """By how many percent the loss on a chat source has risen, and what that means in words."""
-    before, after = (_finite(row.get(f"loss_{side}")) for side in SIDES)
+    before, after = (as_finite(row.get(f"loss_{side}")) for side in SIDES)
     if before is None or after is None or not before > 0:
         return {"forgetting_percent": None, "forgetting": ""}
     rise = 100 * (after / before - 1)
@@ -84,7 +84,7 @@ def _describe_forgetting(name: str, row: Figures) -> dict[str, Any]:
     return {"forgetting_percent": rise, "forgetting": f"{moved}: {verdict}"}
 
 
-def _finite(value: Any) -> float | None:
+def as_finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
@@ -98,7 +98,7 @@ def _block(title: str, keys: list[str], *, rows: BySource) -> list[str]:
     for name, row in rows.items():
         line = f"{name[:23]:24}{row.get(count) or 0:12,}"
         for key in pairs:
-            sides = [_finite(row.get(f"{key}_{side}")) for side in SIDES]
+            sides = [as_finite(row.get(f"{key}_{side}")) for side in SIDES]
             line += f"{' -> '.join('-' if value is None else f'{value:.4g}' for value in sides):>22}"
         lines.append(line)
     return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,9 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
 from sftplay.data.records import Message
-from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError, nearest_names
+from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError, suggest
 from sftplay.evaluate.boxed_code import BoxedCodeEval, find_unboxed
+from sftplay.evaluate.comparison import as_finite
 from sftplay.evaluate.evaluate import find_autocast
 from sftplay.model.hub import describe_error, refusing
 from sftplay.model.tokenizer import set_end_tokens
@@ -71,8 +71,7 @@ class HarnessModel(HFLM):
 
     def score(self, ids: list[int]) -> torch.Tensor:
         """Return the scores of the token behind these."""
-        scores: torch.Tensor = self._model_call(torch.tensor([ids[-self.max_length :]], device=self.device))[0, -1]
-        return scores
+        return self._model_call(torch.tensor([ids[-self.max_length :]], device=self.device))[0, -1]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the prompt as the harness renders it. Raise RunError where the kit renders it otherwise."""
@@ -123,14 +122,12 @@ class HarnessModel(HFLM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Return log-likelihood of each continuation, and whether it is the likeliest."""
         self._begin(requests, "continuations scored")
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return found
+        return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Return the log-likelihood of each text."""
         self._begin(requests, "texts scored")
-        found: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=True)
-        return found
+        return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """Return an answer to each prompt."""
@@ -140,8 +137,7 @@ class HarnessModel(HFLM):
             what = f"a task wants answers of {longest:,} tokens, and the model reads {self.max_length:,} in all"
             raise ConfigError(what, where="--tasks", fix="choose tasks with shorter answers")
         self._begin(requests, "prompts answered")
-        found: list[str] = super().generate_until(requests, disable_tqdm=True)
-        return found
+        return super().generate_until(requests, disable_tqdm=True)
 
     def _begin(self, requests: Sequence[Any], what: str) -> None:
         """Check the first request of an evaluation that has a text, and show how far the others are."""
@@ -210,8 +206,7 @@ def load_tasks(names: Sequence[str], include_path: str | None, *, boxed: BoxedCo
     for name in names:
         matched = manager.match_tasks([name])
         if not matched:
-            near = nearest_names(name, manager.all_tasks)
-            fix = f"did you mean {near[0]!r}?" if near else "`.venv/bin/lm-eval ls tasks` lists them"
+            fix, near = suggest(name, manager.all_tasks, "`.venv/bin/lm-eval ls tasks` lists them")
             raise ConfigError(f"the harness has no task {name!r}", where="--tasks", fix=fix, nearest=near)
         found += [task for task in matched if task not in found]
     try:
@@ -269,19 +264,15 @@ def read_figures(found: dict[str, Any]) -> dict[str, dict[str, dict[str, float |
 
     The name of a metric's filter follows behind a comma, such as `exact_match,strict-match`, where it is not `none`.
     """
+    # The harness writes N/A, and JSON has no word for what is not finite.
     figures: dict[str, dict[str, dict[str, float | None]]] = {}
     for task, row in (found["results"] | found.get("groups", {})).items():
         for key, value in row.items():
             metric, _, kind = key.partition(",")
             if kind and not metric.endswith("_stderr") and isinstance(value, int | float):
-                cell = {"value": _as_finite(value), "stderr": _as_finite(row.get(f"{metric}_stderr,{kind}"))}
+                cell = {"value": as_finite(value), "stderr": as_finite(row.get(f"{metric}_stderr,{kind}"))}
                 figures.setdefault(task, {})[metric if kind == "none" else key] = cell
     return figures
-
-
-def _as_finite(value: object) -> float | None:
-    """The number, None where there is none: the harness writes N/A, and JSON has no word for what is not finite."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def read_answers(found: dict[str, Any], side: str) -> Iterator[dict[str, Any]]:

@@ -171,6 +171,5 @@ def _sample_turn(generator: Generator, batch_size: int, prompts: list[list[int]]
 
 
 def format_summary(figures: Mapping[str, Any]) -> str:
-    """Format the figures as one line."""
     means = {key: value for key, value in figures.items() if key == PASS or key.startswith("reward")}
     return "  ".join(f"{key} {value:.3f}" for key, value in means.items()) + f"  (n {figures['n']})"

@@ -60,7 +60,6 @@ class Mounted:
 
 @cache
 def served_names() -> dict[str, Any]:
-    """The tables of served_names.yaml."""
     return yaml.safe_load((Path(__file__).parent / "served_names.yaml").read_text(encoding="utf-8"))
 
 
@@ -198,7 +197,7 @@ def _write_renamed(
         names = renamed[key]
         shares = tensor.chunk(len(names)) if "lora_B" in key else (tensor,) * len(names)
         tensors |= {name: share.clone() for name, share in zip(names, shares, strict=True)}
-    _write(target, {**settings, "target_modules": sorted(_last_parts(tensors))})
+    _write(target, {**settings, "target_modules": sorted({name.rpartition(".")[2] for name in _modules(tensors)})})
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -218,10 +217,6 @@ def _modules(keys: Iterable[str]) -> dict[str, str]:
         if not is_pair or name not in modules:
             modules[name] = "pair" if is_pair else kind
     return modules
-
-
-def _last_parts(keys: Iterable[str]) -> set[str]:
-    return {name.rpartition(".")[2] for name in _modules(keys)}
 
 
 def _land_in_peft(config: Mapping[str, Any], modules: Mapping[str, str]) -> set[str]:

@@ -100,7 +100,7 @@ def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | 
     MachineError where it cannot be read whole, or is stored quantised.
     """
     name, revision = find_base(cfg, folder)
-    where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
+    where = f"{cfg.describe_origin('model.name', unset='model')} {name}"
     log.status(f"opening {name} unquantised", "merge")
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": cfg.model.trust_remote_code}
     source["local_files_only"] = is_hub_shaped(name) and not check_reachable(name, revision, where=where)

@@ -97,8 +97,7 @@ def run_command(conversation: Any, line: str) -> str | None:
         near = nearest_names(word, [*commands, "/quit"])
         hint = f"did you mean {near[0]}?" if near else "/help lists what there is"
         return f"no command {word!r}: {hint} (a line that begins with a space is said as it is)"
-    reply: str = action(conversation, rest.strip())
-    return reply
+    return action(conversation, rest.strip())
 
 
 def _reset(conversation: Conversation, rest: str) -> str:

@@ -180,8 +180,7 @@ def answer_batch(generator: Generator, prompts: Sequence[list[int]], *, rows: Se
     """
     ids, mask = left_padded(prompts, generator.tokenizer.pad_token_id)
     out = generator.generate(ids, mask, rows=rows)
-    answers: list[str] = generator.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-    return answers
+    return generator.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

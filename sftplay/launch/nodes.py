@@ -159,8 +159,7 @@ class Rendezvous:
         """
         if not self.is_host:
             self._peers[0].send({"message": message})
-            all_messages: list[dict[str, Any]] = self._read_host()["messages"]
-            return all_messages
+            return self._read_host()["messages"]
         messages = [message]
         for node, peer in sorted(self._peers.items()):
             try:

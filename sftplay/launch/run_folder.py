@@ -280,7 +280,7 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     if cfg.run_name is None:
         return first_free(folder, claim=claim)
     if folder.resolved.exists() and folder.has_made_step:
-        taken = name_taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
+        taken = name_taken(name, cfg.describe_origin("run_name"))
         if claim:
             raise taken
         log.say(f"note: {taken.what}; a start would be refused ({taken.fix})")

@@ -22,7 +22,7 @@ from sftplay.machine.gpu_info import holders, label
 from sftplay.machine.ports import HOST, RENDEZVOUS_PORT, bound_port
 from sftplay.machine.probe import Machine, ask_torch, compiler_remedy, find_compiler_problem
 from sftplay.machine.releases import installed_version
-from sftplay.places import ROOT, cache_root, find_vllm_python
+from sftplay.places import ROOT, cache_root, find_hub_cache, find_hub_home, find_vllm_python
 from sftplay.units import GIB, format_bytes
 
 Level = Literal["ok", "warn", "stop"]
@@ -410,7 +410,7 @@ LOGIN = "hf auth login, or export HF_TOKEN="
 
 def check_hub(model: str | None, *, is_fast: bool, environ: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """Offline settings, cache and token; without `is_fast` also whether the hub answers. `model`: a run's hub name."""
-    results, folder = [], _cache_folder(environ)
+    results, folder = [], find_hub_cache(environ)
     if not os.access(nearest_folder(folder), os.W_OK):
         fix = "export HF_HOME=<a folder of yours>"
         results.append(CheckResult("warn", "hub cache", f"{folder} cannot be written", fix))
@@ -445,7 +445,7 @@ def find_token(environ: Mapping[str, str] = os.environ) -> str:
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if environ.get(name):
             return environ[name].strip()
-    path = Path(environ.get("HF_TOKEN_PATH") or _home(environ) / "token")
+    path = Path(environ.get("HF_TOKEN_PATH") or find_hub_home(environ) / "token")
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -454,19 +454,8 @@ def find_token(environ: Mapping[str, str] = os.environ) -> str:
 
 def is_cached(model: str, environ: Mapping[str, str] = os.environ) -> bool:
     """True when the cache of this machine holds a config.json of the hub's model."""
-    folder = _cache_folder(environ) / f"models--{model.replace('/', '--')}"
+    folder = find_hub_cache(environ) / f"models--{model.replace('/', '--')}"
     return any(folder.glob("snapshots/*/config.json"))
-
-
-def _home(environ: Mapping[str, str]) -> Path:
-    base = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(environ.get("HF_HOME") or base / "huggingface").expanduser()
-
-
-def _cache_folder(environ: Mapping[str, str]) -> Path:
-    return Path(
-        environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or _home(environ) / "hub"
-    ).expanduser()
 
 
 def _request(url: str, token: str) -> tuple[int, str]:

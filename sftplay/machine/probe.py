@@ -63,8 +63,6 @@ print("ANSWER" + json.dumps(report))
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """One build of torch."""
-
     version: str
     cuda: str | None
     """The CUDA that it was built with; None for a build without CUDA."""
@@ -86,7 +84,6 @@ class TorchBuild:
         return False if self.archs else None
 
     def newest_cuda(self) -> tuple[int, int] | None:
-        """`cuda` as numbers."""
         match = re.match(r"(\d+)\.(\d+)", self.cuda or "")
         return (int(match[1]), int(match[2])) if match else None
 

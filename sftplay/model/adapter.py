@@ -19,7 +19,7 @@ from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from torch import nn
 
 from sftplay.config.run import LoraConfig
-from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.errors import ConfigError, MachineError, suggest
 from sftplay.model.hub import describe_error, refusing
 from sftplay.model.source import SAFE_COPY, describe_pickle
 from sftplay.units import format_count
@@ -176,7 +176,8 @@ def every_linear_of_text(model: Any) -> str | list[str]:
     """
     decoder = model.get_decoder()
     if taken := names_of_experts(model):
-        return sorted(_linear_names(decoder) - taken)
+        linears = (name for name, module in decoder.named_modules() if isinstance(module, nn.Linear))
+        return sorted({name.rpartition(".")[2] for name in linears} - {"lm_head"} - taken)
     if decoder is model:
         return "all-linear"
     prefix = next(name for name, module in model.named_modules() if module is decoder)
@@ -193,11 +194,6 @@ def names_of_experts(model: Any) -> set[str]:
 
     pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
     return set(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
-
-
-def _linear_names(decoder: nn.Module) -> set[str]:
-    linears = (name for name, module in decoder.named_modules() if isinstance(module, nn.Linear))
-    return {name.rpartition(".")[2] for name in linears} - {"lm_head"}
 
 
 def target_paths(model: Any, lora: LoraConfig) -> set[str]:
@@ -276,7 +272,6 @@ def check_names(model: nn.Module, lora: LoraConfig) -> None:
         for name in names:
             is_expert = key == "target_modules" and name in others
             if not is_expert and not any(path == name or path.endswith(f".{name}") for path in full):
-                near = nearest_names(name, known)
-                fix = f"did you mean {near[0]!r}?" if near else f"use names such as {', '.join(sorted(known)[:8])}"
+                fix, near = suggest(name, known, f"use names such as {', '.join(sorted(known)[:8])}")
                 what = f"no module of this model is called {name!r}"
                 raise ConfigError(what, where=f"tuning.lora.{key}", fix=fix, nearest=near)

@@ -23,7 +23,7 @@ from sftplay.errors import MachineError, RunError
 from sftplay.log import local_rank, status, world_size
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
 from sftplay.model.source import locate
-from sftplay.model.start_point import describe_origin, resolve_names
+from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import frozen_dtype, open_model
 from sftplay.units import format_bytes
@@ -92,7 +92,7 @@ def _plain_base(cfg: RunConfig, dtype: torch.dtype | None) -> Any:
         if not cfg.model.merge_adapter:
             key, change = "tuning.new_tokens", "it cannot be stored again with rows for new tokens"
         fix = f"leave {key} out, or start from the same model in full precision"
-        raise MachineError(f"{name} is stored quantised; {change}", where=describe_origin(cfg, key), fix=fix)
+        raise MachineError(f"{name} is stored quantised; {change}", where=cfg.describe_origin(key), fix=fix)
     return base
 
 

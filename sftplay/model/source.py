@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from sftplay import log
 from sftplay.errors import ConfigError
-from sftplay.places import cache_root
+from sftplay.places import cache_root, find_hub_cache
 
 BUILTIN = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -45,9 +44,7 @@ def is_hub_shaped(name: str) -> bool:
 
 def is_downloaded(name: str) -> bool:
     """Say whether the hub cache of this machine holds something of the model `name`."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or cache) / "hub"
-    return (Path(hub).expanduser() / f"models--{name.replace('/', '--')}").is_dir()
+    return (find_hub_cache() / f"models--{name.replace('/', '--')}").is_dir()
 
 
 def check_source(name: str, where: str, *, allow_pickle: bool = False) -> None:

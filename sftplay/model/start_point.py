@@ -50,7 +50,7 @@ def resolve_names(cfg: RunConfig) -> RunConfig:
         return cfg
     folder = Path(model.adapter)
     _refuse_score(cfg, ADAPTER, folder=folder)
-    check_pickles(folder, describe_origin(cfg, ADAPTER), allow_pickle=model.allow_pickle)
+    check_pickles(folder, cfg.describe_origin(ADAPTER), allow_pickle=model.allow_pickle)
     if not model.merge_adapter:
         if mode == "full":
             fix = f"set {MERGE}: true, which merges it first, or lora"
@@ -92,13 +92,8 @@ def _refuse_score(cfg: RunConfig, key: str, *, folder: Path) -> None:
         raise _error(cfg, key, what=f"{folder} gives scores, and a run starts from a model that writes", fix=fix)
 
 
-def describe_origin(cfg: RunConfig, key: str) -> str:
-    """Describe where a key was written, for an error."""
-    return f"{cfg.origins.get(key, 'default')} {key}"
-
-
 def _error(cfg: RunConfig, key: str, *, what: str, fix: str) -> ConfigError:
-    return ConfigError(what, where=describe_origin(cfg, key), fix=fix)
+    return ConfigError(what, where=cfg.describe_origin(key), fix=fix)
 
 
 def find_adapter_base(adapter: Path) -> tuple[str, str | None]:

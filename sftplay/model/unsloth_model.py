@@ -30,7 +30,7 @@ def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -
     """
     from unsloth import FastLanguageModel
 
-    where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
+    where = f"{cfg.describe_origin('model.name', unset='model')} {name}"
     reachable = check_reachable(name, revision, where=where)
     announce_trust(cfg.model, f"the model {name}")
     quieten_hub()

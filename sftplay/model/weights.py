@@ -40,7 +40,7 @@ def open_model(
     """
     end_imports()
     repeat_shared_keys()
-    where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
+    where = f"{cfg.describe_origin('model.name', unset='model')} {name}"
     options: dict[str, Any] = {
         "revision": revision, "trust_remote_code": cfg.model.trust_remote_code, "dtype": dtype or "auto",
         "attn_implementation": cfg.model.attn,

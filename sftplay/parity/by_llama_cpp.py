@@ -51,8 +51,7 @@ def answer_all(file: Path, questions: Sequence[Question], *, max_new_tokens: int
 
 def tokenize_all(file: Path, texts: Sequence[str]) -> list[list[int]]:
     """Return llama.cpp's ids of the texts, special tokens in them included, without one before or behind them."""
-    found: list[list[int]] = ask_llama_cpp(file, {"texts": list(texts)})["texts"]
-    return found
+    return ask_llama_cpp(file, {"texts": list(texts)})["texts"]
 
 
 def score_positions(file: Path, sequences: Sequence[tuple[Sequence[int], int]], *, top: int) -> list[list[Logprobs]]:
@@ -62,18 +61,12 @@ def score_positions(file: Path, sequences: Sequence[tuple[Sequence[int], int]], 
     return [[{int(token): chance for token, chance in step} for step in steps] for steps in found]
 
 
-def check_installed() -> None:
-    """Raise MachineError where xllamacpp is missing."""
+def ask_llama_cpp(file: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the child's document for a job with `texts`, `prompts`, `answer_tokens`, `sequences` and `top`."""
     if find_spec("xllamacpp") is None:
         what = "llama.cpp is not installed"
         raise MachineError(what, where="the package xllamacpp", fix="make install EXTRAS=gguf")
-
-
-def ask_llama_cpp(file: Path, job: Mapping[str, Any], *, deadline_s: float | None = None) -> dict[str, Any]:
-    """Return the child's document for a job with `texts`, `prompts`, `answer_tokens`, `sequences` and `top`."""
-    check_installed()
-    if deadline_s is None:
-        deadline_s = DEADLINE_S + DEADLINE_S_PER_GIB * file.stat().st_size / 2**30
+    deadline_s = DEADLINE_S + DEADLINE_S_PER_GIB * file.stat().st_size / 2**30
     with tempfile.TemporaryDirectory() as place:
         asked, replied, output_file = (Path(place) / name for name in ("job.json", "reply.json", "output"))
         asked.write_text(json.dumps({"file": str(file), **job}), encoding="utf-8")
@@ -90,8 +83,7 @@ def ask_llama_cpp(file: Path, job: Mapping[str, Any], *, deadline_s: float | Non
             said = next(errors, lines[-1] if lines else "")
             what = f"llama.cpp ended with {code}: {said}"
             raise RunError(what, where=str(file), fix="see whether the file is whole; report the message")
-        reply: dict[str, Any] = json.loads(replied.read_text(encoding="utf-8"))
-        return reply
+        return json.loads(replied.read_text(encoding="utf-8"))
 
 
 class _Server:
@@ -121,14 +113,12 @@ class _Server:
 
     def template(self) -> str | None:
         with urlopen(self._server.listening_address + "/props", timeout=SERVER_S) as answer:
-            found: str | None = json.load(answer).get("chat_template")
-            return found
+            return json.load(answer).get("chat_template")
 
     def tokenize(self, text: str, *, whole: bool = False) -> list[int]:
         """Return the ids of a text; of a `whole` one those that the tokenizer puts around it too."""
         content = {"content": text, "add_special": whole, "parse_special": True}
-        found: list[int] = self.post("/tokenize", content)["tokens"]
-        return found
+        return self.post("/tokenize", content)["tokens"]
 
     def read_prompt(self, prompt: str | dict[str, Any]) -> list[int]:
         """Return the ids of a plain prompt, or of a dialogue as llama.cpp renders it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +93,6 @@ def _describe(
     name: str, wanted: torch.Tensor, found: torch.Tensor, *, base: torch.Tensor | None,
     others: Mapping[str, torch.Tensor],
 ) -> str:  # fmt: skip
-    """Say in words what `found` is."""
     if wanted.shape != found.shape:
         if found.dim() == 2 and found.T.shape == wanted.shape and torch.allclose(found.T, wanted, rtol=1e-2):
             return "is transposed"
@@ -105,7 +104,7 @@ def _describe(
     for dtype in NARROWER:
         is_near = bool(((found - wanted).abs() <= 2 * UNITS[dtype] * wanted.abs() + 1e-12).all())
         if is_near and torch.equal(found, found.to(dtype).float()):
-            return f"was rounded to {_word(dtype)} and is stored as if it were exact"
+            return f"was rounded to {str(dtype).removeprefix('torch.')} and is stored as if it were exact"
     if base is not None and base.shape == found.shape:
         moved, left = (float((value - base).norm()) for value in (wanted, found))
         if left <= 0.05 * moved:
@@ -145,19 +144,6 @@ def _describe_scale(trained: torch.Tensor, found: torch.Tensor) -> str:
     if rest < 1e-3 * norm and abs(factor - 1) > 1e-3:
         return f"holds {factor:.3g} times the update of the training (alpha, rank or scale of the adapter)"
     return ""
-
-
-def find_dtypes(headers: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return dtype -> names of the floating-point tensors stored in it, from the headers of safetensors files."""
-    words = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-    found: dict[str, list[str]] = {}
-    for name, kind in headers:
-        found.setdefault(words.get(kind, kind), []).append(name)
-    return found
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 PROBES = (
@@ -276,12 +262,15 @@ def explain_config(run: Any, folder: Path, *, trusts_code: bool) -> list[str]:
     )
 
 
-def read_headers(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and dtype of every tensor in the safetensors files of a folder."""
+def find_dtypes(folder: Path) -> dict[str, list[str]]:
+    """Return dtype -> names of the tensors stored in it, from the headers of the safetensors files of a folder."""
+    words, found = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}, dict[str, list[str]]()
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
-                yield name, file.get_slice(name).get_dtype()
+                kind = file.get_slice(name).get_dtype()
+                found.setdefault(words.get(kind, kind), []).append(name)
+    return found
 
 
 def explain_dtype(folder: Path, *, stored: str | None) -> tuple[str | None, list[str]]:
@@ -290,7 +279,7 @@ def explain_dtype(folder: Path, *, stored: str | None) -> tuple[str | None, list
     Expected is what the merge recorded, else `stored`, the base's own.
     """
     try:
-        found = find_dtypes(read_headers(folder))
+        found = find_dtypes(folder)
     except (OSError, SafetensorError) as error:
         return None, [f"the weights cannot be read ({first_line(error)})"]
     if not found:

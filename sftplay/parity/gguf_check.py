@@ -105,7 +105,9 @@ def check_tokens(file: Path, tokenizer: Any, own_texts: Sequence[str], *, approx
     """
     texts, run_texts = make_texts(), list(dict.fromkeys(own_texts))
     backend = tokenizer.backend_tokenizer
-    normalize = backend.normalizer.normalize_str if backend.normalizer and not _escapes_spaces(backend) else str
+    # A normalizer that writes spaces as SentencePiece does is llama.cpp's own.
+    is_known = not backend.normalizer or "\u2581" in str(backend.normalizer.normalize_str("a b"))
+    normalize = str if is_known else backend.normalizer.normalize_str
     normalized = [normalize(text) for text in texts]
     found = tokenize_all(file, [*texts, *normalized, *run_texts])
     expected = [tokenizer(text, add_special_tokens=False).input_ids for text in (*texts, *run_texts)]
@@ -136,11 +138,6 @@ def check_tokens(file: Path, tokenizer: Any, own_texts: Sequence[str], *, approx
             fix = f"llama.cpp has no rule {approximates!r}; a newer one may: LLAMA_CPP=folder, or serve it by vLLM"
         raise RunError(what, where=file.name, fix=fix)
     return figures
-
-
-def _escapes_spaces(backend: Any) -> bool:
-    """A normalizer that writes spaces as SentencePiece does is llama.cpp's own."""
-    return "\u2581" in str(backend.normalizer.normalize_str("a b"))
 
 
 def make_sequences(model: Any, prompts: Sequence[Sequence[int]], *, positions: int = POSITIONS) -> Sequences:

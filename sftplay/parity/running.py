@@ -83,5 +83,4 @@ def _link_weights(checkpoint: Path, target: Path) -> None:
 
 
 def describe_step(checkpoint: Path) -> str:
-    """Return a note that names the step of the weights."""
     return f"the run has no result yet: these are the weights of step {read_step(checkpoint)} ({checkpoint.name})"

@@ -104,10 +104,13 @@ def describe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_model(model: Any, text: Any, *, is_quantised: bool) -> ModelShape:
+    from peft.utils import transformers_weight_conversion as conversion
     from torch import nn
 
     decoder, head, embedding = model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()
-    left_out = _names_of_experts(model.config.model_type)
+    # Names that PEFT takes for those of experts (`model.adapter.names_of_experts`).
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+    left_out = set(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
     stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList)]
     layers = max(stacks, key=lambda stack: (sum(p.numel() for p in stack.parameters()), len(stack)))
     kinds = getattr(text, "layer_types", None) or [""] * len(layers)
@@ -137,14 +140,6 @@ def _describe_model(model: Any, text: Any, *, is_quantised: bool) -> ModelShape:
         state_leaks=any(kind.state_leaks for kind in parts),
         adds_router_loss=getattr(text, "output_router_logits", False) is True,
     )  # fmt: skip
-
-
-def _names_of_experts(model_type: str) -> set[str]:
-    """Names that PEFT takes for those of experts (`model.adapter.names_of_experts`)."""
-    from peft.utils import transformers_weight_conversion as conversion
-
-    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
-    return set(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
 
 
 def _describe_layer(layer: Any, text: Any, left_out: set[str], kind: str) -> ModelShape:

@@ -129,13 +129,11 @@ class ConfigJson:
         return value is not None and self.check_flag(str(flag), value)
 
     def check_flag(self, key: str, value: Any) -> bool:
-        """The value of a key that is true or false."""
         if not isinstance(value, bool):
             raise self.error(key, f"is {quote_value(value)}, neither true nor false", fix="write true or false")
         return value
 
     def word(self, key: str, default: str) -> str:
-        """A text value."""
         value = self.raw(key)
         if value is not None and not isinstance(value, str):
             raise self.error(key, f"is {quote_value(value)}, not a word", fix=AS_PUBLISHED)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sftplay.errors import ConfigError
+from sftplay.places import find_hub_cache
 
 if TYPE_CHECKING:
     from sftplay.plan.shape import ModelShape
@@ -66,13 +67,8 @@ def _read(path: Path, name: str) -> ModelShape:
 
 
 def _find_cached(name: str, revision: str | None) -> Path | None:
-    """The config.json of a model in the hub's cache.
-
-    Folders and variables as huggingface_hub has them: constants.py, and its guide on the cache's layout.
-    """
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
-    repository = Path(cache).expanduser() / f"models--{name.replace('/', '--')}"
+    """The config.json of a model in the hub's cache, by huggingface_hub's guide on the cache's layout."""
+    repository = find_hub_cache() / f"models--{name.replace('/', '--')}"
     if not os.path.isdir(repository):  # noqa: PTH112
         return None
     wanted = revision or "main"

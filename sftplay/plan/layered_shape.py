@@ -69,7 +69,6 @@ def _add_experts(
 
 
 def _with_shared(kind: ModelShape, width: int, more: tuple[Linear, ...] = ()) -> ModelShape:
-    """The layer with an MLP of `width`."""
     made = [
         replace(one, outputs=width) if one.inputs == kind.hidden else replace(one, inputs=width) for one in _mlp(kind)
     ]

@@ -208,7 +208,7 @@ class TaskReport:
 
     def where_model(self, cfg: RunConfig) -> str:
         """Return the place that names the model, for an error about it."""
-        return f"{cfg.origins.get('model.name', 'model')} model.name"
+        return cfg.describe_origin("model.name", unset="model")
 
     def size(self, cfg: RunConfig, sizing: Sizing, *, shape: ModelShape, world_size: int, is_free: bool) -> SizedRun:
         """Size a config; with `is_free` nobody named the number of processes, and the task may take fewer."""

@@ -67,7 +67,7 @@ def choose_backend(cfg: RunConfig, machine: Machine, *, world_size: int) -> Deci
         obstacle, fix = f"{conflict.keys[0]}: {conflict.what}", conflict.fix
     if wanted == "unsloth":
         if obstacle:
-            where = f"{cfg.origins.get(BACKEND, 'default')} {BACKEND}"
+            where = cfg.describe_origin(BACKEND)
             raise MachineError(f"unsloth cannot be used: {obstacle}", where=where, fix=fix)
         return Decision("unsloth", "as given")
     if obstacle:
@@ -87,7 +87,7 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
     """
     train, gpus = cfg.train, machine.gpus
     if not gpus and train.precision == "fp16":
-        where = f"{cfg.origins.get('train.precision', 'train')} train.precision"
+        where = cfg.describe_origin("train.precision", unset="train")
         fix = "leave train.precision on auto (fp32 here), or use bf16"
         raise MachineError("fp16 needs a GPU; on a CPU it would be ignored", where=where, fix=fix)
     precision = Decision("fp32", "no GPU: a CPU computes fp32 fastest")
@@ -102,7 +102,7 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
     has_flash = has_bf16 and chosen != "fp32" and find_module("flash_attn") is not None
     package = "kernels" if "/" in cfg.model.attn else "flash_attn"
     can_flash = has_bf16 and chosen != "fp32" and find_module(package) is not None
-    where = f"{cfg.origins.get('model.attn', 'model')} model.attn"
+    where = cfg.describe_origin("model.attn", unset="model")
     if cfg.model.attn in FLASH_KERNELS and not can_flash:
         needs = f"an Ampere GPU, 16-bit precision and the package {package.replace('_', '-')}"
         raise MachineError(f"{cfg.model.attn} needs {needs}", where=where, fix="leave model.attn on auto (sdpa here)")
@@ -286,7 +286,6 @@ class TaskSizing:
         return 1
 
     def describe_length(self, cfg: RunConfig) -> str:
-        """Describe rows of full length."""
         return f"full blocks of {cfg.row_tokens} tokens" if cfg.learns_documents else "every row at full length"
 
 
@@ -416,7 +415,7 @@ def split_batch(
         sizes = " x ".join([*(f"{name} {n}" for name, n in given.items()), f"{world_size} process(es)"])
         near = " or ".join(map(str, spec.near_batches(cfg, unit, is_fixed=len(given) == 2)))
         other = "leave batch_size and grad_accum on auto" if given else "use another number of processes"
-        where = f"{cfg.origins.get('train.effective_batch_size', 'default')} train.effective_batch_size"
+        where = cfg.describe_origin("train.effective_batch_size")
         fix = f"set train.effective_batch_size to {near}, or {other}" if near else other
         raise ConfigError(f"effective batch {total} cannot be split exactly over {sizes}", where=where, fix=fix)
     share = total // world_size
@@ -486,7 +485,7 @@ def size_run(
     key = "cluster.comm.hook"
     if cfg.cluster.comm.hook == "bf16" and world_size > 1 and not machine.gpus:
         what = "torch's bf16 hook runs on NCCL only, and without a GPU processes talk through gloo"
-        where, fix = f"{cfg.origins.get(key, 'cluster')} {key}", "write fp16, or none, which is faster on one machine"
+        where, fix = cfg.describe_origin(key, unset="cluster"), "write fp16, or none, which is faster on one machine"
         raise MachineError(what, where=where, fix=fix, nearest=("fp16", "none"))
     task, processes = find_sizing(cfg), local_processes or world_size
     task.refuse_machine(cfg, machine, world_size=world_size)

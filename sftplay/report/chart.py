@@ -86,13 +86,11 @@ class Chart:
 
     @cached_property
     def across(self) -> Axis:
-        """The axis of steps."""
         ends = (curve.points[-1][0] for curve in self.curves)
         return linear_axis(0.0, max(self.last_step, 1.0, *ends), wanted=4, whole=True)
 
     @cached_property
     def up(self) -> Axis:
-        """The axis of values."""
         return value_axis([value for curve in self.curves for _, value in curve.drawable], self.unit)
 
     @property

@@ -65,7 +65,6 @@ class History:
         return [value for value in self.values.get(name, ()) if math.isfinite(value)]
 
     def newest(self, name: str) -> float | None:
-        """Return the newest value of one figure."""
         return self.values[name][-1] if name in self.values else None
 
     @property
@@ -95,7 +94,6 @@ class History:
         return max(self.finite(name), default=None)
 
     def add(self, step: float, line: dict[str, object]) -> None:
-        """Add the figures of a line."""
         values = self.values
         for name, given in line.items():
             # With a million lines this takes nearly all the time.

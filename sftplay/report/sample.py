@@ -29,7 +29,6 @@ def masked_sample(tokenizer: Any, example: dict[str, Any], *, source: str = "") 
 
 
 def write_masked_sample(folder: RunFolder, tokenizer: Any, *, example: dict[str, Any], source: str = "") -> None:
-    """Write samples/masked.json."""
     folder.write_json(FILE, masked_sample(tokenizer, example, source=source))
 
 

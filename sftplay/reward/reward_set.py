@@ -454,7 +454,7 @@ def _naming(cfg: RunConfig, key: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        where = f"{cfg.origins.get(key, '')} {key}".strip()
+        where = cfg.describe_origin(key, unset="")
         raise ConfigError(error.what, where=where, fix=error.fix, nearest=error.nearest) from error
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import ConfigError, nearest_names, suggest
 
 if TYPE_CHECKING:
     from sftplay.config.data import RewardConfig
@@ -111,8 +111,7 @@ class Shipped:
 
     def load(self) -> RewardFunction:
         """Import the function. The types of its parameters say what options may be."""
-        function: RewardFunction = getattr(import_module(f"sftplay.reward.{self.module}"), self.function)
-        return function
+        return getattr(import_module(f"sftplay.reward.{self.module}"), self.function)
 
 
 ENVIRONMENT_REWARD = "environment_reward"
@@ -165,8 +164,7 @@ def reward_problems(cfg: RunConfig) -> Iterator[ConfigError]:
             yield from _option_problems(reward, key=key, where=f"{where}.options")
             yield from _path_problems(reward, cfg, where=f"{cfg.origins.get(f'{key}.path', where)} {key}.path")
         elif not is_user_function(reward.use):
-            near = nearest_names(reward.use, list(SHIPPED))
-            fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(SHIPPED)}, and path.py:function"
+            fix, near = suggest(reward.use, list(SHIPPED), f"there are {', '.join(SHIPPED)}, and path.py:function")
             yield ConfigError(f"there is no reward {reward.use!r}", where=f"{where}.use", fix=fix, nearest=near)
 
 
@@ -186,8 +184,7 @@ def _option_problems(reward: RewardConfig, *, key: str, where: str) -> Iterator[
     known = [*shipped.needs, *shipped.options, *shipped.columns]
     for name in reward.options:
         if name not in known:
-            near = nearest_names(name, known)
-            fix = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
+            fix, near = suggest(name, known, f"it takes {', '.join(known) or 'none'}")
             yield ConfigError(f"the reward {reward.use} has no option {name!r}", where=where, fix=fix, nearest=near)
     for name in shipped.needs:
         if name not in reward.options:

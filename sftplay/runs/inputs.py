@@ -172,7 +172,9 @@ def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterato
             yield error
         except OSError as error:  # a path that the file system does not serve
             what = f"{error.filename}: {error.strerror}"
-            yield ConfigError(what, where=_where(cfg, key), fix="name another path, or give this user the right to it")
+            yield ConfigError(
+                what, where=cfg.describe_origin(key), fix="name another path, or give this user the right to it"
+            )
 
 
 def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
@@ -181,20 +183,20 @@ def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
     elif key == "data.template":
         if (name := cfg.data.template) not in ("auto", "chatml") and not Path(name).is_file():
             fix = "give auto, chatml or a Jinja file's path"
-            raise DataError(f"there is no file {name!r}", where=_where(cfg, key), fix=fix)
+            raise DataError(f"there is no file {name!r}", where=cfg.describe_origin(key), fix=fix)
     elif key == "logging.backend":
         backend = cfg.logging.backend
         for tracker in [backend] if isinstance(backend, str) else backend:
             if tracker != "none" and find_spec(tracker) is None:
                 fix = f"{sys.executable} -m pip install {tracker}, or logging.backend=none"
-                raise MachineError(f"the tracker {tracker} is not installed", where=_where(cfg, key), fix=fix)
+                raise MachineError(f"the tracker {tracker} is not installed", where=cfg.describe_origin(key), fix=fix)
     elif key == TERMS:
         if cfg.tuning.new_tokens.path is not None:
             from sftplay.model.new_tokens import read_terms
 
             read_terms(cfg.tuning.new_tokens.path)
     elif not cfg.task.reads_text or key in find_task_spec(cfg).list_inputs(cfg):
-        find_task_spec(cfg).check_input(cfg, key, where=_where(cfg, key))
+        find_task_spec(cfg).check_input(cfg, key, where=cfg.describe_origin(key))
     elif (path := cfg.get_value(key)) is not None and not is_hub_name(path):
         try:
             list_files(path)
@@ -202,7 +204,7 @@ def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
             fix = error.fix if Path(path).exists() else f"correct {key}; it starts at the current folder"
             if near := _near_files(path):
                 fix = f"did you mean {str(Path(path).with_name(near[0]))!r}?"
-            raise DataError(f"{path}: {error.what}", where=_where(cfg, key), fix=fix, nearest=near) from None
+            raise DataError(f"{path}: {error.what}", where=cfg.describe_origin(key), fix=fix, nearest=near) from None
         if key != "data.test_path":  # training only looks at its readable rows
             _check_first_rows(path, key, cfg=cfg)
 
@@ -218,7 +220,7 @@ def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
     """Refuse a model that is not there, whose name is almost one that the kit knows, or which no class for text opens;
     `cfg` has no names of runs. Raise ConfigError there, and MachineError where the hub was asked and did not answer.
     """
-    name, where = cfg.model.name, _where(cfg, "model.name")
+    name, where = cfg.model.name, cfg.describe_origin("model.name")
     check_source(name, where, allow_pickle=cfg.model.allow_pickle)
     with suppress(OSError, ValueError, RecursionError):  # what cannot be read is said by who needs it
         if path := find_config(name, cfg.model.revision):
@@ -293,7 +295,7 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         except DataError as error:
             refused.append(f"{source} {error.what}")
             fixes.append(error.fix)
-    where = _where(cfg, key)
+    where = cfg.describe_origin(key)
     if not n_rows:
         raise DataError(f"{path}: has no rows", where=where, fix="name a file with at least one row")
     if data.on_bad_row == "skip":
@@ -308,10 +310,6 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     elif kind == "cpt":
         fix = "name the column of the text, data.columns: {text: NAME}; chats take task_mode cpt_mixed and type: chat"
     raise DataError(f"{path}: {count} be read{reasons}", where=where, fix=fix)
-
-
-def _where(cfg: RunConfig, key: str) -> str:
-    return f"{cfg.origins.get(key, 'default')} {key}"
 
 
 def known_lengths(cfg: RunConfig) -> RowLengths | None:

@@ -222,8 +222,7 @@ def run_probe(sized: SizedRun, request: dict[str, Any], *, target: ProbeTarget) 
         if code or not (folder / MEASURED).is_file():
             last_line = (log_path.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[-1]
             raise RunError(f"it ended with code {code} ({last_line[:200]}), see {log_path}", where=where, fix=fix)
-        content: dict[str, Any] = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
-        return content
+        return json.loads((folder / MEASURED).read_text(encoding="utf-8"))
 
 
 def _fit(measured: dict[str, Any], predicted: Forecast) -> Fit | NoFit:

@@ -125,7 +125,7 @@ def _move(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
             what = f"{now} processes would split the model into other copies than {before} did; this was never tried"
         else:
             what = f"the checkpoints of {strategy} hold one part for each of {before} processes, not for {now}"
-        raise ConfigError(what, where=f"{cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy", fix=fix)
+        raise ConfigError(what, where=cfg.describe_origin("cluster.strategy", unset="cluster"), fix=fix)
     draws = ", dropout and noise draw other numbers" if draws_at_random(cfg) else ""
     log.say(
         f"note: the run began on {before} process(es) and continues on {sized.world_size}, each with "
@@ -150,7 +150,7 @@ def _refuse_changes(stored: RunConfig, cfg: RunConfig, *, folder: RunFolder) -> 
         ConfigError(
             f"{key} was {_print(before)} when the run began and is {_print(after)} now; the result would be neither"
             " run's",
-            where=f"{cfg.origins.get(key, str(folder.resolved))} {key}",
+            where=cfg.describe_origin(key, unset=str(folder.resolved)),
             fix=f"restore it, or {other}",
         )
         for key, before, after in find_changes(stored, cfg)

@@ -218,7 +218,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
 def refuse_restarts(cfg: RunConfig, *, nnodes: int) -> None:
     """Raise ConfigError where several nodes are asked to restart: their parents know nothing of each other."""
     if cfg.cluster.max_restarts and nnodes > 1:
-        where = f"{cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts"
+        where = cfg.describe_origin("cluster.max_restarts", unset="cluster")
         fix = "set cluster.max_restarts=0 and let the job continue it with train.resume=auto"
         raise ConfigError(f"a run of {nnodes} nodes cannot restart by itself", where=where, fix=fix)
 

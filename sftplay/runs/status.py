@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sftplay.atomic import examine_object, follow_link, is_locked, read_tail
-from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.errors import ConfigError, MachineError, suggest
 from sftplay.heartbeat import Beat, read_heartbeats
 from sftplay.launch.cost import compute_cost, format_cost, last_write_s, read_number, sum_attempts, with_ends
 from sftplay.units import format_bytes, format_count, format_seconds
@@ -52,9 +52,8 @@ def find_folder(output: Path, run: str, files: Sequence[str] = RUN_FILES, *, whe
     if found := next((place for place in places if _has_one(place, files)), None):
         return follow_link(found)
     names = [path.name for path in list_runs(output) if _has_one(path, files)]
-    near = nearest_names(run, names)
-    fix = f"name one of {', '.join(names[:5])}" if names else "train one first: make train CONFIG=..."
-    fix = f"did you mean {near[0]!r}?" if near else fix
+    otherwise = f"name one of {', '.join(names[:5])}" if names else "train one first: make train CONFIG=..."
+    fix, near = suggest(run, names, otherwise)
     what = f"no run {run!r}" + (f" in {output}" if where else "")
     raise ConfigError(what, where=where or str(output), fix=fix, nearest=near)
 
@@ -245,10 +244,6 @@ def describe_job_line(facts: Facts) -> str:
     return "\n".join([", ".join(parts), *(f"  {line}" for line in facts["note"].splitlines())])
 
 
-def _write_steps(facts: Facts) -> str:
-    return f"{facts['step']:,}" + (f"/{facts['steps']:,}" if facts["steps"] else "")
-
-
 def _write_state(facts: Facts) -> str:
     return f"failed ({facts['exit_code']})" if facts["now"] == "failed" and facts["exit_code"] else facts["now"]
 
@@ -272,7 +267,7 @@ def _of(key: str, write: Callable[[Any], str]) -> Callable[[Facts], str]:
 COLUMNS: tuple[tuple[str, bool, Callable[[Facts], str]], ...] = (
     ("run", False, _of("run", str)),
     ("state", False, _write_state),
-    ("step", True, _write_steps),
+    ("step", True, lambda facts: f"{facts['step']:,}" + (f"/{facts['steps']:,}" if facts["steps"] else "")),
     ("loss", True, _of("loss", "{:.4f}".format)),
     ("reward", True, _of("reward", "{:.3f}".format)),
     ("tokens/s", True, _of("tokens_per_s", format_count)),

@@ -50,7 +50,7 @@ def refuse_missing_compiler(cfg: RunConfig, machine: Machine) -> None:
     """
     key, is_compiled, other = find_sizing(cfg).compiled(cfg)
     if machine.gpus and is_compiled and (problem := find_compiler_problem()):
-        where = f"{cfg.origins.get(key, 'chosen automatically')} {key}"
+        where = cfg.describe_origin(key, unset="chosen automatically")
         what = f"{cfg.get_value(key)} needs kernels that Triton builds, and {problem}"
         raise MachineError(what, where=where, fix=f"{compiler_remedy()}, or write {key}: {other}")
 
@@ -99,7 +99,7 @@ def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
         name = next((name for name, number in ZERO_STAGES.items() if number == stage), "zero2")
         return cfg.with_values({"cluster.strategy": name}, cluster.deepspeed or "train-deepspeed")
     if cluster.strategy not in ZERO_STAGES:
-        where = f"{cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy"
+        where = cfg.describe_origin("cluster.strategy", unset="cluster")
         fix = f"write {', '.join(ZERO_STAGES)} or auto, or launch it with train-distributed"
         raise ConfigError(f"DeepSpeed is asked for, but the strategy is {cluster.strategy}", where=where, fix=fix)
     return cfg

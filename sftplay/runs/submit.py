@@ -90,7 +90,7 @@ def check_config(args: Namespace, request: JobRequest) -> RunConfig:
     if not is_online and not needs_no_hub(checked):
         what = f"the job runs without a network, and {cfg.model.name} or its data are not on this machine"
         fix = f"make download-model MODEL={cfg.model.name}; or set HF_HUB_OFFLINE=0 where the nodes have a network"
-        raise MachineError(what, where=f"{cfg.origins.get('model.name', 'model')} model.name", fix=fix)
+        raise MachineError(what, where=cfg.describe_origin("model.name", unset="model"), fix=fix)
     refuse_restarts(cfg, nnodes=request.nodes)
     split_batch(cfg, world_size, has_gpu=True)
     return cfg

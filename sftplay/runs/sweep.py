@@ -351,7 +351,6 @@ class Sweep:
         return ""
 
     def _figures(self, number: int) -> list[float]:
-        """The figures of a trial at its rungs."""
         known = self.study.get_trials(deepcopy=False)[number].user_attrs
         return [known[_key(rung)] for rung in self.space.rungs if _key(rung) in known]
 

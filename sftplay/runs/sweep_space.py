@@ -229,7 +229,7 @@ def _check_first_comparison(space: Space, base: RunConfig) -> None:
     first = math.ceil(space.rungs[0] * steps) if steps and space.rungs and not is_swept else 0
     if first and every and every > first:
         what = f"is {every}, and halving compares trials first at step {first} of {steps}"
-        where = f"{base.origins.get('train.eval_steps', '')} train.eval_steps".strip()
+        where = base.describe_origin("train.eval_steps", unset="")
         raise ConfigError(what, where=where, fix=f"set it to {first} or less")
 
 

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from sftplay import log
-from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.errors import ConfigError, MachineError, suggest
 from sftplay.sandbox.attacks.suite import find_hole
 from sftplay.sandbox.boxes.executors import INSTALL, Bwrap, Executor, Landlock, PlainProcess, WarmBwrap
 from sftplay.sandbox.boxes.job import Job, Verdict
@@ -37,8 +37,7 @@ def choose_executor(name: str, *, is_warm: bool) -> Callable[..., Executor]:
     MachineError where it is not installed here, or a program gets out of its boxes.
     """
     if name not in NAMES:
-        near = nearest_names(name, NAMES)
-        fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}"
+        fix, near = suggest(name, NAMES, f"there are {', '.join(NAMES)}")
         raise ConfigError(f"no executor is called {name!r}", where="executor", fix=fix, nearest=near)
     if name == "none":
         warning = "WARNING: executor none: programs written by a model run on this machine WITHOUT ANY ISOLATION"

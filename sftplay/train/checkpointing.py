@@ -353,7 +353,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
         if damage:
             raise ConfigError(
                 f"{wanted} cannot be resumed: {damage}",
-                where=f"{cfg.origins.get('train.resume', '')} train.resume".strip(),
+                where=cfg.describe_origin("train.resume", unset=""),
                 fix="use train.resume=auto, which finds the newest complete checkpoint",
             )
     marked, new_name = read_marker(checkpoint), "or train under a new run_name"

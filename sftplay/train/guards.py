@@ -39,7 +39,6 @@ FIX = "make room, then continue with `make resume`; the last complete checkpoint
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the size of all files below `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -52,7 +51,6 @@ def checkpoint_bytes(checkpoints: Path, model: Any, *, optimizer: Any) -> int:
 
 
 def trained_bytes(model: Any) -> int:
-    """Return the size of the weights that train."""
     return sum(int(weight.nbytes) for weight in model.parameters() if weight.requires_grad)
 
 

@@ -170,7 +170,6 @@ def gather_sharded(part: DTensor) -> Tensor:
 
 
 def chunk_tokens(device: torch.device, vocab: int) -> int:
-    """Return the tokens of a chunk on that device."""
     if device.type != "cuda":
         return CHUNK_TOKENS
     from sftplay.plan.memory_setup import gpu_chunk_tokens

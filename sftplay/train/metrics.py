@@ -528,8 +528,7 @@ class TrackPhases(TrainerCallback):
         else:
             self.heartbeat.enter("data", step=state.global_step + 1)
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.heartbeat.enter("data", step=state.global_step + 1)
+    on_save = on_train_begin
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.heartbeat.enter("idle")

@@ -231,7 +231,6 @@ class HeldOutBlocks(ConcatDataset[dict[str, Any]]):
 
     @cached_property
     def label_tokens(self) -> int:
-        """Label tokens of all blocks."""
         return sum(int((row["labels"][1:] != IGNORE_INDEX).sum()) for blocks in self.datasets for row in blocks)
 
     def padded_to(self, multiple: int) -> HeldOutBlocks:

@@ -48,16 +48,6 @@ class PersistentBytes:
     optimizer_bytes: int = 0
     gradients_bytes: int = 0
 
-    def count_weights(self, model: Any, optimizer: Any) -> None:
-        """Called before the forward pass of the first profiled step."""
-        states = (value for state in optimizer.state.values() for value in state.values())
-        self.weights_bytes = sum(int(tensor.nbytes) for tensor in (*model.parameters(), *model.buffers()))
-        self.optimizer_bytes = sum(int(value.nbytes) for value in states if hasattr(value, "nbytes"))
-
-    def count_gradients(self, model: Any) -> None:
-        """Called when the gradients are complete."""
-        self.gradients_bytes = sum(int(p.grad.nbytes) for p in model.parameters() if p.grad is not None)
-
 
 class ProfileSteps(TrainerCallback):
     """Profiles the steps of `config` into `folder`. `heartbeat` says when each phase begins.
@@ -82,11 +72,15 @@ class ProfileSteps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if self._profile is not None and not self._persistent.weights_bytes:
-            self._persistent.count_weights(more["model"], more["optimizer"])
+            tensors = (*more["model"].parameters(), *more["model"].buffers())
+            states = (value for state in more["optimizer"].state.values() for value in state.values())
+            self._persistent.weights_bytes = sum(int(tensor.nbytes) for tensor in tensors)
+            self._persistent.optimizer_bytes = sum(int(value.nbytes) for value in states if hasattr(value, "nbytes"))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if self._profile is not None:
-            self._persistent.count_gradients(more["model"])
+            gradients = (p.grad for p in more["model"].parameters() if p.grad is not None)
+            self._persistent.gradients_bytes = sum(int(gradient.nbytes) for gradient in gradients)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._profile is None:

@@ -211,7 +211,7 @@ def check_vocabulary(cfg: RunConfig, model: Any, tokenizer: Any, *, rows: Rows) 
         raise ConfigError(
             f"token {highest} ({text!r}) has no embedding: {cfg.model.name} has {known:,}, its tokenizer knows"
             f" {len(tokenizer):,} tokens",
-            where=f"{cfg.origins.get('model.name', 'the config')} model.name",
+            where=cfg.describe_origin("model.name", unset="the config"),
             fix="give it the tokenizer that it was trained with, or embeddings for the tokens that were added:"
             " model.resize_token_embeddings(len(tokenizer)) of transformers, and save both",
         )
@@ -236,7 +236,7 @@ def check_positions(cfg: RunConfig, model: Any, report: Mapping[str, Any]) -> No
         fix = f"let grpo.max_prompt_length and {key} be at most {most} together"
     if learned_positions(model):
         what = f"rows of up to {tokens:,} tokens do not fit the {most:,} positions that {cfg.model.name} has"
-        raise ConfigError(what, where=f"{cfg.origins.get(key, 'the config')} {key}", fix=fix)
+        raise ConfigError(what, where=cfg.describe_origin(key, unset="the config"), fix=fix)
     log.say(
         f"note: rows of up to {tokens:,} tokens are longer than the {most:,} positions that {cfg.model.name} was made"
         f" for; to keep to them {fix}"
@@ -257,7 +257,6 @@ def make_trainable(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -
 
 
 def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> None:
-    """Say what trains, how, and for how long."""
     cfg, steps = train_run.cfg, train_run.setup.steps
     trainable, total = parameters["trainable_parameters"], parameters["parameters"]
     four_bit = f", {parameters['four_bit_layers']} layers in 4 bits" if parameters["four_bit_layers"] else ""

@@ -9,7 +9,7 @@ Of TRL 1.16 (`trl/trainer/grpo_trainer.py`): `_calculate_rewards`, `_generate`, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from sftplay import log
@@ -49,8 +49,7 @@ def avoid_triton() -> None:
 
 def read_micro_batches(trainer: Any) -> list[dict[str, Any]] | None:
     """Return the micro-batches of the rollout batch that a GRPOTrainer trains on (trl 1.16, `_prepare_inputs`)."""
-    found: list[dict[str, Any]] | None = trainer._buffered_inputs
-    return found
+    return trainer._buffered_inputs
 
 
 def replace_micro_batches(trainer: Any, micro_batches: list[dict[str, Any]]) -> None:
@@ -107,8 +106,7 @@ def replace_sent_weights(generation: Any, read: Callable[[], Iterable[tuple[str,
 
 def read_sent_weights(generation: Any) -> Iterable[tuple[str, Any]]:
     """Return the weights that a `VLLMGeneration` sends, by name (trl 1.16, generation/vllm_generation.py)."""
-    sent: Iterable[tuple[str, Any]] = generation._iter_named_params()
-    return sent
+    return generation._iter_named_params()
 
 
 def replace_sync(generation: Any, sync: Callable[[], None]) -> None:
@@ -117,21 +115,23 @@ def replace_sync(generation: Any, sync: Callable[[], None]) -> None:
 
 
 @contextmanager
-def vllm_replaced(**names: Any) -> Iterator[None]:
-    """Inside, a new `VLLMGeneration` takes these for `VLLMClient`, `LLM` (trl 1.16, generation/vllm_generation.py)."""
-    if not names:
-        yield
-        return
-    from trl.generation import vllm_generation
-
-    before = {name: getattr(vllm_generation, name) for name in names}
-    for name, value in names.items():
-        setattr(vllm_generation, name, value)
+def replaced_attributes(target: Any, **values: Any) -> Iterator[None]:
+    """Inside, the attributes have these values; afterwards they have their former ones."""
+    before = {name: getattr(target, name) for name in values}
+    vars(target).update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(vllm_generation, name, value)
+        vars(target).update(before)
+
+
+def vllm_replaced(**names: Any) -> AbstractContextManager[None]:
+    """Inside, a new `VLLMGeneration` takes these for `VLLMClient`, `LLM` (trl 1.16, generation/vllm_generation.py)."""
+    if not names:
+        return nullcontext()
+    from trl.generation import vllm_generation
+
+    return replaced_attributes(vllm_generation, **names)
 
 
 @contextmanager
@@ -168,10 +168,7 @@ def read_padding(config: Any) -> Any:
 
 def gather_zero3_weights(trainer: Any, *, leaves_out_frozen: bool) -> dict[str, Any] | None:
     """Gather a model that ZeRO-3 shards in 16 bits; only the main rank gets it (deepspeed 0.19, runtime/engine.py)."""
-    weights: dict[str, Any] | None = trainer.deepspeed._zero3_consolidated_16bit_state_dict(
-        exclude_frozen_parameters=leaves_out_frozen
-    )
-    return weights
+    return trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=leaves_out_frozen)
 
 
 def find_attention(model: Any) -> str:

@@ -29,7 +29,7 @@ from sftplay.config.kits.table import (
 from sftplay.config.layers import walk
 from sftplay.config.load import examine_config
 from sftplay.config.resolved import flow
-from sftplay.errors import ConfigError, nearest_names, without_secrets
+from sftplay.errors import ConfigError, nearest_names, suggest, without_secrets
 
 MOST_LEAVES = 10_000
 OPEN = re.compile(r"\$\{[\w.:,/-]+\}")
@@ -193,8 +193,7 @@ def find_kit(tree: Mapping[str, Any], kind: str, *, where: str) -> Kit:
     """
     kits = read_kits()
     if kind and kind not in kits:
-        near = nearest_names(kind, kits)
-        fix = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(kits)}"
+        fix, near = suggest(kind, kits, f"write one of {', '.join(kits)}")
         raise ConfigError(f"no kit called {kind!r} has a table", where="--kind (KIND=)", fix=fix, nearest=near)
     if kind:
         return kits[kind]

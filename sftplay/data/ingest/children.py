@@ -43,8 +43,6 @@ Unit = Literal["document", "section"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One ingestion."""
-
     source: Path
     """A folder, or one file."""
 

@@ -70,7 +70,6 @@ def signature(hashes: Hashes) -> Signature:
 
 
 def _hash_words(text: str) -> Hashes:
-    """Return a hash of each word of the text, in order."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     kinds = classify_characters()[codes]
     places = np.flatnonzero(kinds)

@@ -383,8 +383,6 @@ class BlockForm:
 
 @dataclass(frozen=True)
 class MixSource:
-    """A source with its store."""
-
     number: int  # its place in the config, from 0
     name: str
     kind: SourceType

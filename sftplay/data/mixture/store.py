@@ -61,7 +61,6 @@ class Documents:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all documents."""
         return int(self.table["end"][-1]) if len(self.table) else 0
 
     @property
@@ -141,8 +140,7 @@ class Store:
 
     def report(self) -> dict[str, Any]:
         """Return the counts of the pass that wrote it."""
-        found: dict[str, Any] = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
-        return found
+        return json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
 
     def chats(self) -> list[str]:
         return (self.folder / CHATS).read_text(encoding="utf-8").splitlines()

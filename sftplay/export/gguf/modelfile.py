@@ -104,8 +104,7 @@ def find_pieces(tokenizer: Any) -> Pieces:
 
     def render(*messages: tuple[str, str], answers: bool = True) -> str:
         dialogue = [{"role": role, "content": content} for role, content in messages]
-        text: str = tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=answers)
-        return text
+        return tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=answers)
 
     first, answer, second = ("user", _USER), ("assistant", _ASSISTANT), ("user", _NEXT)
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf import LlamaFileType
 
-from sftplay.errors import ConfigError, RunError, nearest_names
+from sftplay.errors import ConfigError, RunError, suggest
 from sftplay.export.gguf.families import add_hyperparameters, find_family, list_tensors
 from sftplay.export.gguf.vocabulary import Vocabulary, add_vocabulary
 
@@ -42,8 +42,7 @@ def check_quants(names: Sequence[str]) -> None:
     """Raise ConfigError for a mixture that is not written here."""
     for name in names:
         if name not in QUANTS:
-            near = nearest_names(name, QUANTS)
-            fix = f"did you mean {near[0]!r}?" if near else "choose one of these"
+            fix, near = suggest(name, QUANTS, "choose one of these")
             what = f"{name!r} is not written here; there are {', '.join(QUANTS)}"
             raise ConfigError(
                 what, where="--quant", fix=f"{fix} (llama-quantize makes others of the f16 file)", nearest=near
@@ -86,10 +85,7 @@ def quantize(values: np.ndarray[Any, Any], kind: Type, *, name: str) -> np.ndarr
     if not largest <= float(np.finfo(np.float16 if kind == Type.F16 else np.float32).max):
         what = f"{name} has values that {kind.name} cannot hold (up to {largest:g})"
         raise RunError(what, where="--quant", fix="look for values that are not finite, or take bf16 instead of f16")
-    done: np.ndarray[Any, Any] = (
-        _quantize_blocks(values, kind) if kind in _K_QUANTS else gguf.quants.quantize(values, kind)
-    )
-    return done
+    return _quantize_blocks(values, kind) if kind in _K_QUANTS else gguf.quants.quantize(values, kind)
 
 
 def _quantize_blocks(values: np.ndarray[Any, Any], kind: Type) -> np.ndarray[Any, Any]:

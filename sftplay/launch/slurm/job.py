@@ -283,7 +283,6 @@ class Allocation:
 
 
 def trainer_command(run: Path, allocation: Allocation, *, nproc: int, launcher_args: Sequence[str] = ()) -> list[str]:
-    """The command of the trainer on this node."""
     command = [sys.executable, "-m", "sftplay", "train", "--node-rank", "0", "--config", str(run / CONFIG)]
     command += ["--nproc", str(nproc)]
     if allocation.nodes > 1:

@@ -39,8 +39,6 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class CheckContext:
-    """Where a check works."""
-
     machine: Machine
     folder: Path
     """The check's own, empty at its start and removed behind it."""

@@ -185,7 +185,6 @@ class NeedsObjects(Exception):
 
 
 def judge(job: Job, executor: Executor) -> Verdict:
-    """Judge a job in boxes of the executor."""
     started = time.monotonic()
     plan = plan_tests(job)
     try:

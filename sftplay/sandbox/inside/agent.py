@@ -93,8 +93,7 @@ class Channel:
     def receive(self) -> tuple[Any, ...]:
         """Read the next order. The process ends with the other side."""
         size = int.from_bytes(self._exactly(4), "little")
-        order: tuple[Any, ...] = marshal.loads(self._exactly(size))
-        return order
+        return marshal.loads(self._exactly(size))
 
     def _exactly(self, size: int) -> bytes:
         parts = []

@@ -313,7 +313,9 @@ class SampledRows:
 
     def _run(self, size: int, *, prompts: int) -> None:
         # The rows of a prompt enter together.
-        waiting = sorted((row for row in range(len(self.input_ids)) if row not in self.lengths), key=self._prompt_key)
+        waiting = sorted(
+            (row for row in range(len(self.input_ids)) if row not in self.lengths), key=self._prompt_of.__getitem__
+        )
         waiting.reverse()
         self._live, self._entered, self._chosen, self._read_steps = [], {}, 0, 0
         self._kept, logits = RowCache(0), None
@@ -326,9 +328,6 @@ class SampledRows:
             tokens = self._leave(self._choose(logits))
             logits = self._read(tokens) if self._live else None
             self._read_steps += 1
-
-    def _prompt_key(self, row: int) -> int:
-        return self._prompt_of[row]
 
     def _count_chosen(self, row: int) -> int:
         return self._chosen - self._entered[row]

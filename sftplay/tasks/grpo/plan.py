@@ -288,10 +288,6 @@ FP32_HEAD = "cast_lm_head_to_fp32"
 OLDEST_TRL = "1.16"  # the first release that takes log-probabilities in the tiles that `train.upstream` narrows
 
 
-def _find_key(cfg: RunConfig, key: str) -> str:
-    return f"{cfg.origins.get(key, 'grpo')} {key}"
-
-
 def refuse_parts(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> None:
     """Check that a rollout batch goes together with what each process holds and samples. Raise ConfigError where it
     does not, MachineError where vLLM's share of a GPU does not hold the model and one completion.
@@ -335,7 +331,7 @@ def refuse_parts(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware
     )  # fmt: skip
     for key, is_broken, what, fix in table:
         if is_broken:
-            raise ConfigError(what, where=_find_key(cfg, key), fix=fix)
+            raise ConfigError(what, where=cfg.describe_origin(key, unset="grpo"), fix=fix)
     if shape is None or kind != "vllm_colocate":
         return
     device_bytes, share = hardware.device.total_bytes, grpo.vllm.memory_share
@@ -345,7 +341,7 @@ def refuse_parts(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware
         raise MachineError(
             f"{share:g} of the GPU is {format_bytes(int(room))}, but vLLM needs {format_bytes(int(need))} "
             "for the model in 16 bits and one completion",
-            where=_find_key(cfg, "grpo.vllm.memory_share"),
+            where=cfg.describe_origin("grpo.vllm.memory_share", unset="grpo"),
             fix=f"write {math.ceil(100 * need / device_bytes) / 100:g} or more, or grpo.generation: transformers",
         )
 
@@ -368,13 +364,6 @@ def decide_rows_at_once(share: int, forecast: Callable[[int], Forecast] | None) 
     return Decision(rows, f"{share} completions of a process in {parts} parts; one takes {filled} with its margin")
 
 
-def count_together(cfg: RunConfig) -> int:
-    """Return the completions of a prompt that a micro-batch may hold: TRL mixes those of several steps."""
-    grpo, rows = cfg.grpo, cfg.train.batch_size
-    number = max(1, grpo.num_generations // grpo.steps_per_generation)
-    return min(number, rows) if isinstance(rows, int) else number
-
-
 def keeps_groups(cfg: RunConfig) -> bool:
     """Return whether a micro-batch surely holds the completions of few prompts: it is asked for, and the micro-batches
     of a step can be ordered (`shared_groups.depends_on_cut`)."""
@@ -385,7 +374,9 @@ def keeps_groups(cfg: RunConfig) -> bool:
 
 def decide_shared_prompts(cfg: RunConfig, shape: ModelShape | None, *, strategy: str) -> Decision:
     """Decide whether prompts may be computed once: where that costs less at full length, by products and attention."""
-    number, prompt, completion = count_together(cfg), cfg.prompt_tokens, cfg.grpo.max_completion_length
+    prompt, completion, rows = cfg.prompt_tokens, cfg.grpo.max_completion_length, cfg.train.batch_size
+    number = max(1, cfg.grpo.num_generations // cfg.grpo.steps_per_generation)  # TRL mixes those of several steps
+    number = min(number, rows) if isinstance(rows, int) else number
     if strategy in ("zero3", "fsdp"):
         return Decision(
             False, f"what allows it cannot be proved where processes hold parts of the weights ({strategy})"
@@ -445,12 +436,12 @@ class GrpoPlan(TaskSizing, TaskReport):
         if release is not None and not is_within(release, f">={OLDEST_TRL}"):
             raise MachineError(
                 f"task_mode grpo needs trl {OLDEST_TRL} or newer, and trl {release} is installed",
-                where=f"{cfg.origins.get('task_mode', 'default')} task_mode",
+                where=cfg.describe_origin("task_mode"),
                 fix=f"pip install 'trl>={OLDEST_TRL}'; unsloth wants an older one, so use an environment without it",
             )
         if kind == "transformers":
             return
-        where, fix = _find_key(cfg, "grpo.generation"), "write grpo.generation: transformers"
+        where, fix = cfg.describe_origin("grpo.generation", unset="grpo"), "write grpo.generation: transformers"
         uses_vllm = kind != "continuous"
         if old := [gpu for gpu in machine.gpus if not gpu.has_bf16]:
             capability = ".".join(map(str, old[0].capability))
@@ -465,7 +456,7 @@ class GrpoPlan(TaskSizing, TaskReport):
         if kind == "vllm_colocate" and world_size % split:
             raise ConfigError(
                 f"{split} does not divide {world_size} process(es)",
-                where=_find_key(cfg, "grpo.vllm.tensor_parallel"),
+                where=cfg.describe_origin("grpo.vllm.tensor_parallel", unset="grpo"),
                 fix=f"write {math.gcd(split, world_size)}, or use another number of processes",
             )
 

@@ -16,7 +16,7 @@ from trl.trainer.utils import split_tensor_dict
 
 from sftplay import log
 from sftplay.errors import RunError
-from sftplay.train.upstream import read_micro_batches, replace_micro_batches, restore_micro_steps
+from sftplay.train.upstream import read_micro_batches, replace_micro_batches, replaced_attributes, restore_micro_steps
 
 
 def window_path(checkpoint: Path, *, rank: int | None = None) -> Path:
@@ -83,17 +83,6 @@ def _continues_batch(trainer: Any, step: int) -> bool:
 
 
 REFERENCE = "ref"  # TRL's name of the reference adapter (`_generate_and_score_completions`)
-
-
-@contextmanager
-def replaced_attributes(target: Any, **values: Any) -> Iterator[None]:
-    """Inside, the attributes have these values; afterwards they have their former ones."""
-    before = {name: getattr(target, name) for name in values}
-    vars(target).update(values)
-    try:
-        yield
-    finally:
-        vars(target).update(before)
 
 
 @contextmanager

@@ -377,8 +377,7 @@ class SamplerCheck:
 
 def read_before(batch: Mapping[str, Any]) -> Tensor | None:
     """Return the log-probabilities by the weights that sampled; where a rank has them, all ranks do."""
-    before: Tensor | None = batch.get("old_per_token_logps", batch.get(MODEL_LOGPS))
-    return before
+    return batch.get("old_per_token_logps", batch.get(MODEL_LOGPS))
 
 
 def read_gaps(batch: Mapping[str, Any]) -> Tensor | None:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from sftplay.errors import SftplayError
 from sftplay.export.merge import find_base
 from sftplay.launch.run_folder import RunFolder
-from sftplay.tasks.grpo.rollouts import replaced_attributes
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
+from sftplay.train.upstream import replaced_attributes
 
 EXPLAINED = 0.5
 """A cause is named where it explains at least this share of the difference."""
@@ -357,17 +357,11 @@ def _list_heads(learner: Learner) -> Iterator[tuple[str, Tensor]]:
         return
     names = {id(weight): name for name, weight in learner.model.named_parameters()}
     old = learner.old_weights()
-    name = names.get(id(_head_weight(learner.model)), "")
+    copies = getattr(head, "modules_to_save", None)  # PEFT's wrapper around a head that trains in full
+    name = names.get(id((copies["default"] if copies is not None and "default" in copies else head).weight), "")
     if name in old:
         yield "the one before the last update", old[name]
     yield from learner.old_heads()
-
-
-def _head_weight(model: Any) -> Tensor:
-    head = model.get_output_embeddings()
-    copies = getattr(head, "modules_to_save", None)  # PEFT's wrapper around a head that trains in full
-    weight: Tensor = (copies["default"] if copies is not None and "default" in copies else head).weight
-    return weight
 
 
 @contextmanager
@@ -399,15 +393,6 @@ def weights_replaced(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None
             value.data = kept[name]
 
 
-def find_adapted(model: Any) -> dict[str, Any]:
-    """Return the layers with a low-rank pair, by name."""
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if getattr(layer, "scaling", None) and hasattr(layer, "lora_A")
-    }
-
-
 @contextmanager
 def scaled(layers: Sequence[Any], factor: float) -> Iterator[None]:
     """Inside, the pairs of these layers count `factor` times."""
@@ -422,7 +407,8 @@ def scaled(layers: Sequence[Any], factor: float) -> Iterator[None]:
 
 
 def _try_adapter(diagnosis: Diagnosis) -> Iterator[Hypothesis]:
-    layers = find_adapted(diagnosis.learner.model)
+    modules = diagnosis.learner.model.named_modules()
+    layers = {name: part for name, part in modules if getattr(part, "scaling", None) and hasattr(part, "lora_A")}
     if not layers:
         return
 

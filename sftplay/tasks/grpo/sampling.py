@@ -30,7 +30,6 @@ from sftplay.tasks.grpo.rollouts import (
     gathered_root,
     keep_reference,
     load_window,
-    replaced_attributes,
     save_window,
 )
 from sftplay.tasks.grpo.sampler_check import (
@@ -71,6 +70,7 @@ from sftplay.train.upstream import (
     read_last_advantages,
     read_micro_batches,
     replace_micro_batches,
+    replaced_attributes,
 )
 
 CACHED_QUESTIONS = 1024

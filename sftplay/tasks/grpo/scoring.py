@@ -480,14 +480,11 @@ def find_zero_variance_groups(rewards: Sequence[Any], group_size: int) -> list[i
 
 
 def split_known(rewards: Sequence[Any], group_size: int) -> list[list[Any]]:
-    """Return the known rewards of each group."""
     groups = (rewards[first : first + group_size] for first in range(0, len(rewards), group_size))
     return [[value for value in group if value is not None] for group in groups]
 
 
 def replace_rows(batch: ScoredBatch, part: ScoredBatch, *, places: Sequence[int]) -> ScoredBatch:
-    """Return `batch` with the rows of `part` at `places`."""
-
     def merge(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
         merged = list(old)
         for place, value in zip(places, new, strict=True):

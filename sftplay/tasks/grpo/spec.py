@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Problem, TaskSpec
 from sftplay.environments import SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import ConfigError, suggest
 
 COMPLETION, PROMPT = "grpo.max_completion_length", "grpo.max_prompt_length"
 EFFECTIVE, GENERATIONS = "train.effective_batch_size", "grpo.num_generations"
@@ -136,8 +136,7 @@ def _check_turns(cfg: RunConfig) -> Iterator[Problem]:
     ):
         for name in names:
             if ":" not in name and name not in known:
-                near = nearest_names(name, list(known))
-                fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}, and path.py:NAME"
+                fix, near = suggest(name, list(known), f"there are {', '.join(known)}, and path.py:NAME")
                 yield Problem((key,), f"there is no {name!r}", fix=fix, nearest=tuple(near))
     if len(set(grpo.tools)) < len(grpo.tools):
         yield Problem(("grpo.tools",), "a tool is named twice", fix="name each tool once")

@@ -123,7 +123,6 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
 
 
 def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
-    """Show the table of the data report."""
     log.show(prompts_table(rows.report))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -11,9 +11,9 @@ import torch
 from sftplay.data.load_prompts import Question
 from sftplay.environments.rollouts import RolloutIds, TurnRecord
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.grpo.rollouts import replaced_attributes
 from sftplay.tasks.grpo.sampler_check import SampledRow
 from sftplay.train.preflight import has_sharded_weights
+from sftplay.train.upstream import replaced_attributes
 
 
 class Tokens(list[int]):
@@ -63,15 +63,11 @@ def join_logps(ids: RolloutIds) -> SampledRow:
     return row
 
 
-@contextmanager
-def limited_to(trainer: Any, most: int) -> Iterator[None]:
+def limited_to(trainer: Any, most: int) -> AbstractContextManager[None]:
     """Inside, the trainer samples at most so many new tokens."""
     if trainer.use_vllm:
-        with replaced_attributes(trainer.vllm_generation, max_completion_length=most):
-            yield
-        return
-    with replaced_attributes(trainer.generation_config, max_new_tokens=most):
-        yield
+        return replaced_attributes(trainer.vllm_generation, max_completion_length=most)
+    return replaced_attributes(trainer.generation_config, max_new_tokens=most)
 
 
 def as_rollouts(prompts: Sequence[list[int]], completion_ids: Sequence[list[int]], logps: Any) -> dict[str, Any]:

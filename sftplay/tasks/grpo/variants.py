@@ -19,9 +19,9 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.grpo.rollouts import replaced_attributes
 from sftplay.tasks.grpo.sampler_check import SampledRow
-from sftplay.train.upstream import logit_scales
+from sftplay.train.shared_prompt import unwrap
+from sftplay.train.upstream import logit_scales, replaced_attributes
 
 TOP_IDS, TOP_LOGPS = "sampler_top_ids", "sampler_top_logps"
 """Keys for the sampler's likeliest tokens at each place of a completion: int64 and float [rows, tokens, k]."""
@@ -175,9 +175,7 @@ class LossVariants:
             if self.divisor is not None:
                 stack.enter_context(replaced_attributes(self.trainer, max_completion_length=self.divisor))
             if self.top:
-                base = self.trainer.accelerator.unwrap_model(self.trainer.model)
-                base = base.get_base_model() if hasattr(base, "get_base_model") else base
-                hook = base.base_model.register_forward_hook(self._keep_hidden)
+                hook = unwrap(self.trainer.model).base_model.register_forward_hook(self._keep_hidden)
                 stack.callback(hook.remove)
             try:
                 yield self._inputs

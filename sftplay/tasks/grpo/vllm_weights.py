@@ -157,12 +157,10 @@ def merged_copies(model: Any) -> Iterator[tuple[str, Tensor]]:
         for part, weight in merged.get_base_layer().named_parameters():
             yield f"{name}.{part}", weight.data
 
-    def is_adapted(name: str) -> bool:
-        return any(name.startswith(f"{layer}.") for layer in adapted)
-
+    prefixes = tuple(f"{layer}." for layer in adapted)
     for name, weight in base.named_parameters():
         before, _, after = name.partition(".modules_to_save.default.")
         if after:
             yield f"{before}.{after}", weight.data
-        elif ".modules_to_save." not in name and ".original_module." not in name and not is_adapted(name):
+        elif ".modules_to_save." not in name and ".original_module." not in name and not name.startswith(prefixes):
             yield name, weight.data

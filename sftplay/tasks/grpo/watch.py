@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -30,11 +30,11 @@ from sftplay.evaluate.rewarded import (
 )
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.grpo.rollouts import replaced_attributes
 from sftplay.tasks.grpo.scoring import RewardScorer
 from sftplay.tasks.grpo.turns import Tokens, count_sampled, read_records
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.metrics import EvaluateAtSteps, Observer
+from sftplay.train.upstream import replaced_attributes
 
 GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 """All values are given: a missing one comes from the generation config that was shipped with the model."""
@@ -94,17 +94,13 @@ class EvaluatePrompts(EvaluateAtSteps):
         )
 
 
-@contextmanager
-def greedy_generation(trainer: Any) -> Iterator[None]:
+def greedy_generation(trainer: Any) -> AbstractContextManager[None]:
     """Inside, the trainer generates the likeliest token each time."""
     if trainer.use_vllm:
-        with replaced_attributes(trainer.vllm_generation, **GREEDY | {"temperature": 0.0}):
-            yield
-        return
+        return replaced_attributes(trainer.vllm_generation, **GREEDY | {"temperature": 0.0})
     config = trainer.generation_config.__class__.from_dict(trainer.generation_config.to_dict())
     config.update(do_sample=False, **GREEDY)
-    with replaced_attributes(trainer, generation_config=config):
-        yield
+    return replaced_attributes(trainer, generation_config=config)
 
 
 CHUNK_WORDS = 2**21  # words of 8 bytes per chunk of a digest: a copy of a chunk takes 16 MiB

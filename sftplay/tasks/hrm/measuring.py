@@ -251,7 +251,6 @@ class StopWhenLearned(Observer):
 
 
 def format_summary(figures: dict[str, Any]) -> str:
-    """Format the figures as one line."""
     curve = [segment["exact_accuracy"] for segment in figures["segments"]]
     shown = sorted({0, 1, 3, 7, len(curve) - 1} & set(range(len(curve))))
     after = "  ".join(f"{number + 1}: {curve[number]:.3f}" for number in shown)

@@ -196,8 +196,7 @@ class Linear(nn.Module):
         if not multiplies_by_one_dnn(x):
             return functional.linear(x, weight)
         multiply = OneDnnProduct.apply if torch.is_grad_enabled() else one_dnn_product
-        product: Tensor = multiply(x, weight)
-        return product
+        return multiply(x, weight)
 
 
 def multiplies_by_one_dnn(x: Tensor) -> bool:
@@ -241,8 +240,7 @@ class OneDnnProduct(torch.autograd.Function):
 
 def one_dnn_product(x: Tensor, weight: Tensor) -> Tensor:
     """As functional.linear; torch's compiler calls oneDNN by this operator (torch/_inductor/mkldnn_ir.py)."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return product
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
 def rms_norm(x: Tensor) -> Tensor:

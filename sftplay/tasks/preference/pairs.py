@@ -85,7 +85,6 @@ class Pair:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The words of each side."""
         return tuple("\n\n".join(map(_words, side)) for side in self.sides)
 
 
@@ -316,12 +315,18 @@ def _hh_turns(text: str, name: str, *, is_prompt: bool = False) -> tuple[Message
     return tuple(turns)
 
 
+def count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Count the parts that both begin with."""
+    shortest = min(len(one), len(other))
+    return next((n for n in range(shortest) if one[n] != other[n]), shortest)
+
+
 def _split_dialogues(
     chosen: tuple[Message, ...], rejected: tuple[Message, ...]
 ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
     """Return the turns that two dialogues share, up to the first answer that differs, and what follows them in each."""
     shortest = min(len(chosen), len(rejected))
-    n_shared = next((n for n in range(shortest) if chosen[n] != rejected[n]), shortest)
+    n_shared = count_shared(chosen, rejected)
     if n_shared == len(chosen) == len(rejected):  # the sides are equal; the last answer is theirs
         n_shared -= 1
     elif n_shared == shortest:  # one side goes on where the other ends: it ends with its last answer
@@ -346,13 +351,11 @@ def _expect_theirs(given: tuple[Message, ...], shared: tuple[Message, ...]) -> N
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, ...]:
     """Return the beginning that two plain texts share, up to a word's end, and the rest of each."""
-    shortest = min(len(chosen), len(rejected))
-    n_shared = next((n for n in range(shortest) if chosen[n] != rejected[n]), shortest)
+    n_shared = count_shared(chosen, rejected)
     while n_shared and not chosen[n_shared : n_shared + 1].isspace():
         n_shared -= 1
     if not chosen[:n_shared].strip():
-        what = "has no prompt, and its two texts share no beginning"
-        refuse(what, FIX_PAIR)
+        refuse("has no prompt, and its two texts share no beginning", FIX_PAIR)
     return chosen[:n_shared], chosen[n_shared:], rejected[n_shared:]
 
 

@@ -139,13 +139,6 @@ class PairMemory:
         return float(flops / (CPU_FLOPS_PER_CORE * device.cores))
 
 
-def is_pair_file(cfg: RunConfig) -> bool:
-    """Return whether the first readable row of the file to train on is a pair, not one answer."""
-    from sftplay.tasks.preference.pairs import sample_pairs
-
-    return any(pair.desirable is None for pair in sample_pairs(cfg, cfg.rows_path, is_plain=True)[:1])
-
-
 def _count_other(other: ModelShape | None, setup: MemorySetup) -> float:
     """Count the bytes of another model that is the reference. It is whole on every device, and has no adapter."""
     return standing_bytes(other, setup).weights if other is not None else 0.0
@@ -192,7 +185,11 @@ class PreferencePlan(TaskSizing, TaskReport):
 
     def rows_per_record(self, cfg: RunConfig) -> int:
         """Return 2 in kto where the first row that can be read is a pair, and its answers were not yet counted."""
-        return 2 if cfg.task.takes_answers and not read_lengths(cfg) and is_pair_file(cfg) else 1
+        if not cfg.task.takes_answers or read_lengths(cfg):
+            return 1
+        from sftplay.tasks.preference.pairs import sample_pairs
+
+        return 2 if any(pair.desirable is None for pair in sample_pairs(cfg, cfg.rows_path, is_plain=True)[:1]) else 1
 
     def memory(self, cfg: RunConfig, *, hardware: Hardware) -> PairMemory:
         has_kernel = cfg.model.attn in ("sdpa", "eager", "auto")

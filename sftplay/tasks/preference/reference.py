@@ -225,8 +225,10 @@ class ComputeReferences(Observer):
 
     def _compute(self, kind: ReferenceKind) -> dict[str, Tensor]:
         trainer, cfg = self.trainer, self.cfg
+        names = {"start": "the model that the run starts from", "adapter_off": "the base, without the adapter"}
+        name = names.get(cfg.preference.reference, cfg.preference.reference)
         number = sum(map(len, self.sides.values()))
-        log.say(f"computing the log-probabilities of {plural(number, 'row')} under {describe_kind(cfg)}", "reference")
+        log.say(f"computing the log-probabilities of {plural(number, 'row')} under {name}", "reference")
         settings = pass_settings(trainer)
         tables = dict[Side, Tensor]()
         with random_numbers_kept(), trainer.heartbeat.within("evaluation"), eval_mode(trainer.model_wrapped):
@@ -294,7 +296,7 @@ def open_reference(cfg: RunConfig) -> Any:
         MachineError: the weights cannot be read.
     """
     found = find_reference_model(cfg)
-    where = f"{cfg.origins.get('preference.reference', 'default')} preference.reference"
+    where = cfg.describe_origin("preference.reference")
     source = locate(found.name)
     named = cfg.model.model_copy(update={"name": source, "revision": found.revision, "adapter": None})
     tokens = load_tokenizer(cfg.model)
@@ -312,13 +314,6 @@ def open_reference(cfg: RunConfig) -> Any:
 def find_shares(cfg: RunConfig, model: Any) -> bool:
     """Return whether `model` computes the prompt of a pair once, as the config wants it and its weights prove it."""
     return cfg.preference.shared_prompt is not False and prove(model)
-
-
-def describe_kind(cfg: RunConfig) -> str:
-    """Say which model the reference is."""
-    reference = cfg.preference.reference
-    names = {"start": "the model that the run starts from", "adapter_off": "the base, without the adapter"}
-    return names.get(reference, reference)
 
 
 def compute_key(cfg: RunConfig, pairs: Any, *, kind: ReferenceKind, folder: RunFolder) -> str:

@@ -26,7 +26,7 @@ from sftplay.data.row_outcomes import (
 )
 from sftplay.errors import DataError
 from sftplay.tasks.preference.gate import PairFacts, read_facts
-from sftplay.tasks.preference.pairs import MARGIN, SCORES, VERDICT, Pair, to_pair
+from sftplay.tasks.preference.pairs import MARGIN, SCORES, VERDICT, Pair, count_shared, to_pair
 
 EQUAL = "equal_sides"  # why a pair with nothing to tell apart is dropped
 
@@ -55,7 +55,6 @@ class PairExample(Example):
 
     @property
     def longest_side(self) -> int:
-        """Tokens of the prompt with the longer side."""
         n_joined, n_chosen = len(self.ids) // 4, self.prompt_tokens + self.chosen_tokens
         return max(n_chosen, n_joined - self.chosen_tokens)
 
@@ -87,7 +86,6 @@ class PairProcessor(RowProcessor):
     _options: PairOptions
 
     def process(self, rows: Sequence[RawRow], share: float) -> list[RowOutcome]:
-        """Return one outcome for each row; `share` of all prompts is held out (0 none, 1 all)."""
         outcomes: list[RowOutcome] = []
         waiting: list[_Sides] = []
         for number, source, raw in rows:
@@ -145,7 +143,7 @@ class PairProcessor(RowProcessor):
         for pair in pairs:
             prompt, sides = next(found), [next(found) for _ in pair.sides]
             beginning = prompt.input_ids[:-1]
-            shared = [_count_shared(beginning, side.input_ids[:-1]) for side in sides]
+            shared = [count_shared(beginning, side.input_ids[:-1]) for side in sides]
             groups.append(
                 [
                     side if side.problem else replace(side, labels=[IGNORE_INDEX] * n + side.input_ids[n:])
@@ -186,7 +184,7 @@ class PairProcessor(RowProcessor):
         outcome, pair, rendered = sides.outcome, sides.pair, sides.rendered
         if not self._options.takes_answers:
             both = [side.input_ids for side in rendered]
-            n_prompt = min(*firsts, _count_shared(*both))
+            n_prompt = min(*firsts, count_shared(*both))
             joined = replace(
                 rendered[0],
                 input_ids=both[0] + both[1][n_prompt:],
@@ -198,7 +196,8 @@ class PairProcessor(RowProcessor):
         else:
             verdicts = (True, False) if pair.desirable is None else (pair.desirable,)
             for n, (side, first, verdict) in enumerate(zip(rendered, firsts, verdicts, strict=True)):
-                answer = replace(pair, sides=(pair.sides[n],), desirable=verdict, texts=_one_text(pair, n))
+                texts = (pair.texts[0], pair.texts[n + 1]) if pair.texts else ()
+                answer = replace(pair, sides=(pair.sides[n],), desirable=verdict, texts=texts)
                 example = self._make(side, answer, n_prompt=first, n_chosen=len(side.input_ids) - first, is_cut=is_cut)
                 example.ends_learned = _last_label(side) in self._ends
                 outcome.examples.append(example)
@@ -273,12 +272,6 @@ def _only_example(group: Sequence[Rendered], *, keeps_end: bool) -> Rendered:
     return Rendered([], [], group[0].record_index, what)
 
 
-def _count_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens that both begin with."""
-    shortest = min(len(one), len(other))
-    return next((n for n in range(shortest) if one[n] != other[n]), shortest)
-
-
 def _first_label(side: Rendered) -> int:
     return next((n for n, label in enumerate(side.labels) if label != IGNORE_INDEX), len(side.labels))
 
@@ -291,10 +284,6 @@ def _up_to_last_label(side: Rendered) -> Rendered:
     """Return the side without what the template writes behind the last end token: nothing is learned from it."""
     end = next((n for n in range(len(side.labels), 0, -1) if side.labels[n - 1] != IGNORE_INDEX), len(side.labels))
     return replace(side, input_ids=side.input_ids[:end], labels=side.labels[:end])
-
-
-def _one_text(pair: Pair, side: int) -> tuple[str, ...]:
-    return (pair.texts[0], pair.texts[side + 1]) if pair.texts else ()
 
 
 def _content(pair: Pair, *, is_plain: bool) -> str:

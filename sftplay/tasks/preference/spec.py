@@ -65,7 +65,7 @@ def find_reference_model(cfg: RunConfig) -> ReferenceModel:
     from sftplay.model.source import ADAPTER_CONFIG, check_source
     from sftplay.model.start_point import find_adapter_base
 
-    name, where = cfg.preference.reference, f"{cfg.origins.get(REFERENCE, 'default')} {REFERENCE}"
+    name, where = cfg.preference.reference, cfg.describe_origin(REFERENCE)
     run = Path(cfg.output_dir) / name
     folder = Path(name)
     if not folder.is_dir() and "/" not in name and (run / RESOLVED).is_file():

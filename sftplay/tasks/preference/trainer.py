@@ -238,8 +238,7 @@ class PreferenceTrainer(PairMixin, ExactBatchMixin, Trainer):
         if not uses_reference(self.cfg):
             return None
         assert self.references is not None, "the reference's log-probabilities were not computed"
-        found: Tensor = self.references.look_up("train", batch["index"])
-        return found
+        return self.references.look_up("train", batch["index"])
 
     @torch.no_grad()
     def _find_reference_point(self, batches: Iterable[Batch]) -> Tensor:

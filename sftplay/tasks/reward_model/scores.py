@@ -21,7 +21,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer
 from sftplay.reward.model_reward import quiet_transformers
-from sftplay.tasks.preference.measuring import EvaluateHeldOut
+from sftplay.tasks.preference.measuring import EvaluateHeldOut, share_right
 from sftplay.tasks.preference.reference import compute_rows, pass_settings
 from sftplay.tasks.preference.shared_prompt import join_sides, keeps_sides_apart, split_sides
 from sftplay.train.metrics import write_measured
@@ -82,8 +82,8 @@ def to_score_model(model: Any, *, pad_token_id: int, seed: int) -> Any:
     if head is None or type(scored.base_model) is not type(base) or getattr(scored, head).bias is not None:
         raise _refusal(f"{type(scored).__name__} is no {name} with one linear layer instead of its output head")
     setattr(scored, scored.base_model_prefix, base)
-    width = getattr(scored, head).in_features
-    setattr(scored, head, make_head(width, std=_spread(config), like=model.get_input_embeddings().weight, seed=seed))
+    width, std = getattr(scored, head).in_features, getattr(config.get_text_config(), "initializer_range", None) or 0.02
+    setattr(scored, head, make_head(width, std=std, like=model.get_input_embeddings().weight, seed=seed))
     if left := [path for path, weight in scored.named_parameters() if weight.is_meta]:
         raise _refusal(f"{type(scored).__name__} has more weights than a {name}: {left[0]}")
     for note in CARRIED:
@@ -100,10 +100,6 @@ def make_head(width: int, *, std: float, like: Tensor, seed: int) -> ScoreHead:
     return head.to(device=like.device, dtype=like.dtype)
 
 
-def _spread(config: Any) -> float:
-    return float(getattr(config.get_text_config(), "initializer_range", None) or 0.02)
-
-
 def _refusal(what: str) -> ConfigError:
     return ConfigError(what, where="model.name", fix="choose another model: Llama, Qwen, Mistral and Gemma have one")
 
@@ -111,8 +107,7 @@ def _refusal(what: str) -> ConfigError:
 def find_score_head(model: Any) -> ScoreHead:
     """Return the head of a score model that computes: with an adapter the copy that trains."""
     head = next(getattr(model, name) for name in SEQ_CLS_HEAD_NAMES if hasattr(model, name))
-    found: ScoreHead = head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
-    return found
+    return head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
 
 
 def pair_scores(model: Any, batch: Batch, *, shares: bool) -> Tensor:
@@ -181,8 +176,7 @@ def compute_figures(scores: Tensor, rows: Any, *, cfg: RunConfig) -> dict[str, A
     margin = torch.tensor(rows["margin"][:], dtype=torch.float64) if cfg.reward_model.margin else None
     scores = scores.double()
     ahead = scores[:, 0] - scores[:, 1]
-    right = (ahead > 0).double() + 0.5 * (ahead == 0).double()
-    accuracy, n = float(right.mean()), len(scores)
+    accuracy, n = share_right(scores), len(scores)
     losses = pair_losses(scores, margin, center=cfg.reward_model.center)
     return {
         "n": n,
@@ -203,7 +197,7 @@ def describe_calibration(ahead: Tensor, *, rows: Sequence[int], seed: int) -> di
     `calibration` holds bins of equal width, those without a pair left out; `calibration_error` is the mean over pairs
     of the distance between both in their bin (expected calibration error, Guo et al. 2017, arXiv:1706.04599).
     """
-    first = torch.tensor([_is_first(row, seed) for row in rows])
+    first = torch.tensor([bool(hashlib.sha256(f"{seed} {row}".encode()).digest()[0] & 1) for row in rows])
     chances = torch.where(first, ahead, -ahead).sigmoid()
     numbers = (chances * BINS).long().clamp(max=BINS - 1)
     bins = []
@@ -214,10 +208,6 @@ def describe_calibration(ahead: Tensor, *, rows: Sequence[int], seed: int) -> di
             bins.append({"from": number / BINS, "n": count, "predicted": predicted, "observed": observed})
     error = sum(found["n"] * abs(found["predicted"] - found["observed"]) for found in bins) / max(1, len(ahead))
     return {"calibration": bins, "calibration_error": error}
-
-
-def _is_first(row: int, seed: int) -> bool:
-    return bool(hashlib.sha256(f"{seed} {row}".encode()).digest()[0] & 1)
 
 
 def measure(model: Any, pairs: Any, *, cfg: RunConfig, path: Path) -> dict[str, Any]:

@@ -72,7 +72,6 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 
 
 def build_trainer(parts: TrainerParts) -> RewardModelTrainer:
-    """Build the trainer for rows of pairs."""
     callbacks = []
     if parts.held_out is not None:
         callbacks.append(EvaluateScores(parts.cfg, parts.rows.source, folder=parts.folder.eval))

@@ -47,7 +47,6 @@ class FinishedRoleModels:
 
     @contextmanager
     def use_role(self, role: Role) -> Iterator[Any]:
-        """Activate a role and yield its model."""
         if role == "guide" and self._guide is not None:
             yield self._guide
         elif ADAPTER_NAMES[role] in self._adapters:

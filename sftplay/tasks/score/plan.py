@@ -247,7 +247,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"{self.placement}, reference on the CPU" if self.ref_on_cpu else self.placement
 
     @property

@@ -71,8 +71,7 @@ def run_with_weights(model: Any, work: Callable[[], T]) -> T:
 
     A backward pass through tensors of the result has the weights too.
     """
-    result: T = model.run_with_weights(work) if is_sharded(model) else work()
-    return result
+    return model.run_with_weights(work) if is_sharded(model) else work()
 
 
 def is_sharded(model: Any) -> bool:
@@ -127,11 +126,11 @@ class PaddedTokens(NamedTuple):
     lengths: Tensor
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int]], device: Any = "cpu") -> PaddedTokens:
+    def from_rows(cls, rows: Sequence[Sequence[int]]) -> PaddedTokens:
         """Pad rows of ids; none may be empty. The network never reads the padding."""
         lengths = torch.tensor([len(row) for row in rows])
         ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-        return cls(ids.to(device), lengths.to(device))
+        return cls(ids, lengths)
 
 
 class TextEncoder(nn.Module):
@@ -146,8 +145,7 @@ class TextEncoder(nn.Module):
         """Return the state after the last token, [episodes, width], on the network's device."""
         ids, lengths = (tensor.to(self.embedding.weight.device) for tensor in tokens)
         states, _ = self.recurrent(self.embedding(ids))
-        last: Tensor = states[torch.arange(len(states), device=states.device), lengths - 1]
-        return last
+        return states[torch.arange(len(states), device=states.device), lengths - 1]
 
 
 ValueFlow = Literal["shared_trunk", "stop", "straight_through"]
@@ -162,8 +160,7 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map states [..., width] to values [...] between 0 and 1."""
-        value: Tensor = torch.sigmoid(self.linear(hidden.float().to(self.linear.weight.device)).squeeze(-1))
-        return value
+        return torch.sigmoid(self.linear(hidden.float().to(self.linear.weight.device)).squeeze(-1))
 
 
 class SeparateValue(nn.Module):
@@ -175,8 +172,7 @@ class SeparateValue(nn.Module):
 
     def forward(self, tokens: PaddedTokens) -> Tensor:
         """Return values between 0 and 1, [episodes]."""
-        value: Tensor = self.head(self.encoder(tokens))
-        return value
+        return self.head(self.encoder(tokens))
 
 
 def value_loss(
@@ -359,18 +355,15 @@ class RoleModels:
 
     @property
     def value_head(self) -> Any:
-        """The value model V."""
         return self.networks["value_head"]
 
     @property
     def critic(self) -> Critic | None:
-        """The critic; None without one."""
         found: Any = self.networks.get("critic")
         return found
 
     @property
     def target_critic(self) -> Critic:
-        """The target critic, where there is a critic."""
         found: Any = self.networks["slow_critic"]
         return found
 

@@ -301,7 +301,6 @@ class Action(NamedTuple):
 
     @property
     def ids_without_end(self) -> list[int]:
-        """The tokens without the end token."""
         return self.ids if self.is_truncated else self.ids[:-1]
 
 

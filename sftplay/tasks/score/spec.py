@@ -65,16 +65,18 @@ def resolve_layout(cfg: RunConfig, *, placement: Placed, gpus: int, processes: i
         others += [f"{STRATEGY}: ddp"] if cfg.cluster.strategy == "fsdp" else []
         what = f"{'fsdp' if by_strategy else 'sharded'}: each process holds a part of each model, and one is started"
         fix = f"start several (NPROC=2, `make train-distributed`), or write {' and '.join(others)}"
-        raise ConfigError(what, where=_where(cfg, STRATEGY if by_strategy else PLACEMENT), fix=fix)
+        raise ConfigError(
+            what, where=cfg.describe_origin(STRATEGY if by_strategy else PLACEMENT, unset="score"), fix=fix
+        )
     # Of a config that says fp16 itself the rules know. This is what `auto` became.
     if placement == "sharded" and cfg.train.precision == "fp16":
         what = "sharded: the scaler of fp16 looks for numbers that are not finite on each process alone"
         fix = "write train.precision: fp32; bf16 needs a GPU from 2020 on"
-        raise ConfigError(what, where=_where(cfg, "train.precision"), fix=fix)
+        raise ConfigError(what, where=cfg.describe_origin("train.precision", unset="score"), fix=fix)
     if placement not in ("sharded", "shared") and processes > 1:
         what = f"{placement}: one process holds all parts, and {processes} are started"
         fix = f"start one process (NPROC=1, `make train`), or write {PLACEMENT}: shared"
-        raise ConfigError(what, where=_where(cfg, PLACEMENT), fix=fix)
+        raise ConfigError(what, where=cfg.describe_origin(PLACEMENT, unset="score"), fix=fix)
     named = {part: device for part, device in dict(cfg.score.devices).items() if device != "auto"}
     for part, device in named.items():
         _refuse_device(cfg, part, device=device, gpus=gpus, processes=processes)
@@ -92,7 +94,7 @@ def resolve_layout(cfg: RunConfig, *, placement: Placed, gpus: int, processes: i
         if device.startswith("cuda:") and gpu_number(device) >= gpus:
             what = f"{placement} lays the {part} on {device}, and this machine shows {gpus} GPU{'s' * (gpus > 1)}"
             fix = f"write {PLACEMENT}: {'roles' if gpus > 1 else 'shared'}, or {DEVICES}: {{{part}: cpu}}"
-            raise MachineError(what, where=_where(cfg, PLACEMENT), fix=fix)
+            raise MachineError(what, where=cfg.describe_origin(PLACEMENT, unset="score"), fix=fix)
     return layout
 
 
@@ -103,7 +105,7 @@ def gpu_number(device: str) -> int:
 
 def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, processes: int) -> None:
     key = f"{DEVICES}.{part}"
-    where, auto = _where(cfg, key), f"write {key}: auto"
+    where, auto = cfg.describe_origin(key, unset="score"), f"write {key}: auto"
     if device != "cpu" and processes > 1:
         what = f"{processes} processes are started, and every one of them would lay its {part} on this one GPU"
         fix = f"{auto}, which is each process's own GPU, or start one process (NPROC=1)"
@@ -116,10 +118,6 @@ def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, process
         what = f"{device}: the solver lies on the process's own device, which is the first visible GPU"
         fix = f"{auto}, and choose the first GPU with CUDA_VISIBLE_DEVICES, such as 1,0"
         raise ConfigError(what, where=where, fix=fix)
-
-
-def _where(cfg: RunConfig, key: str) -> str:
-    return f"{cfg.origins.get(key, 'score')} {key}"
 
 
 GROUP, EFFECTIVE, LENGTH = "score.episodes_per_problem", "train.effective_batch_size", "model.max_seq_len"

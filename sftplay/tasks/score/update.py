@@ -40,6 +40,7 @@ from sftplay.tasks.score.role_models import (
 from sftplay.tasks.score.sample_episodes import Action, Episode, ResampledAnswers, right_padded
 from sftplay.tasks.score.section import ScoreConfig
 from sftplay.train.loss_heads import PROOF_TOLERANCE, compute_scores, proof_rows
+from sftplay.train.shared_prompt import unwrap
 
 Stage = Literal[1, 2]
 
@@ -272,11 +273,6 @@ def gather_log_probs(log_probs: Tensor, tokens: Tensor) -> Tensor:
     return torch.gather(log_probs, -1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def find_stage(step: int, score: ScoreConfig) -> Stage:
-    """Return the stage of an optimizer step; steps count from 1."""
-    return 1 if step <= score.stage1_steps else 2
-
-
 def choose_kl_coefficients(stage: Stage, score: ScoreConfig) -> dict[str, float]:
     """Choose the weights of the KL terms. In stage 1, beta2 pins turn 1 to the reference."""
     return {"t1": score.beta2 if stage == 1 else score.beta1, "t2": score.beta1, "guide": score.beta_guide}
@@ -310,7 +306,6 @@ class ActionBatch(NamedTuple):
 
     @classmethod
     def from_actions(cls, actions: Sequence[Action], *, pad: int, device: Any) -> ActionBatch:
-        """Pad the actions to tensors."""
         prompts, prompt_mask = left_padded([action.prompt for action in actions], pad)
         tokens, mask = right_padded([action.ids for action in actions], pad, dtype=torch.int64)
         sampled_log_probs, _ = right_padded([action.log_probs for action in actions], 0.0, dtype=torch.float32)
@@ -334,7 +329,7 @@ class OutputHead(NamedTuple):
     @classmethod
     def from_model(cls, model: Any) -> OutputHead:
         """Read the head of a causal model, with an adapter or without."""
-        head = unwrap_adapter(model).get_output_embeddings()
+        head = unwrap(model).get_output_embeddings()
         return cls(head.weight, getattr(head, "bias", None), model.config.get_text_config())
 
     def log_probs(self, hidden: Tensor, temperature: float) -> Tensor:
@@ -399,8 +394,7 @@ def score_actions(
 
 def select_last(hidden: Tensor, batch: ActionBatch) -> Tensor:
     """Select the state at the last token of each action: [actions, 1 + longest, width] -> [actions, width]."""
-    last: Tensor = hidden[torch.arange(len(hidden), device=hidden.device), batch.mask.sum(1).long()]
-    return last
+    return hidden[torch.arange(len(hidden), device=hidden.device), batch.mask.sum(1).long()]
 
 
 def forward(model: Any, batch: ActionBatch) -> Tensor:
@@ -408,17 +402,16 @@ def forward(model: Any, batch: ActionBatch) -> Tensor:
 
     A state predicts the token after it.
     """
-    out = unwrap_adapter(model).base_model(
+    out = unwrap(model).base_model(
         input_ids=batch.ids, attention_mask=batch.attention, position_ids=batch.positions, use_cache=False
     )
-    hidden: Tensor = out.last_hidden_state[:, -batch.tokens.shape[1] - 1 :]
-    return hidden
+    return out.last_hidden_state[:, -batch.tokens.shape[1] - 1 :]
 
 
 @torch.no_grad()
 def check_output_head(model: Any) -> None:
     """Raise ConfigError where, on a few tokens, the logits depend on more than last hidden states and output head."""
-    causal = unwrap_adapter(model)
+    causal = unwrap(model)
     ids = proof_rows(causal)[0] % causal.get_input_embeddings().weight.shape[0]
     was_training = model.training
     model.eval()
@@ -436,11 +429,6 @@ def check_output_head(model: Any) -> None:
         return
     what = f"{why}, and two-turn episodes are learned from the scores of the plain head"
     raise ConfigError(what, where=where, fix=fix)
-
-
-def unwrap_adapter(model: Any) -> Any:
-    """Return the causal model of transformers under an adapter, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -686,8 +674,8 @@ class PolicyUpdate:
         self._token_weights: dict[str, float] = {}
         """Action tokens that a role's loss is divided by, as a share of the step's."""
 
-        self.stage = find_stage(step, score)
-        self.guide_learns = is_guide_training(role_models, score, step=step)
+        self.stage: Stage = 1 if step <= score.stage1_steps else 2  # steps count from 1
+        self.guide_learns = "guide" in role_models.trainable and step > score.guidance_warmup
         self.gradients = PolicyGradients(role_models, score, batch=batch)
         self.critic_gradients = None
         if role_models.critic is not None:
@@ -773,8 +761,3 @@ def group_actions(episodes: Sequence[Episode]) -> dict[Turn, list[Action]]:
         "t2": [episode.second for episode in episodes],
         "guide": [episode.hint for episode in episodes if episode.hint is not None],
     }
-
-
-def is_guide_training(role_models: RoleModels, score: ScoreConfig, *, step: int) -> bool:
-    """Whether the guide trains in this optimizer step."""
-    return "guide" in role_models.trainable and step > score.guidance_warmup
