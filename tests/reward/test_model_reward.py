@@ -118,11 +118,9 @@ def test_a_batch_for_which_memory_does_not_suffice_is_halved_and_later_calls_beg
         sizes.clear()
 
 
-@pytest.mark.slow
 def test_what_cannot_be_scored_has_no_value_and_a_reason(scored):
-    columns = {"prompt": ["green", None, "light"], "level": [1, 2, 3]}
-    with RewardSet(config(scored, options={"max_tokens": 40})) as rewards:
-        found = rewards.score(["a", "b", "salt " * 60], columns).by_name["helpful"]
+    scorer = open_scorer(path=str(scored), data=DataConfig(), output_dir="", max_tokens=40)
+    found = scorer(["a", "b", "salt " * 60], prompt=["green", None, "light"], level=[1, 2, 3])
     assert found.values[0] is not None
     assert found.values[1:] == [None, None]
     assert "has no question" in found.reasons[0]
