@@ -238,10 +238,11 @@ def wait_gone(reached: Targets, *, known: frozenset[str] = frozenset()) -> list[
 
     A process that still works ends the waiting: its own limit of the processor would end it as well, a little later.
     """
-    before = used_cpu_s(boxed_processes() - known)
+    before: dict[str, float] = {}
     until = time.monotonic() + 60.0  # for the kernel to clear a killed namespace away
     while (left := reached.leftovers(known=known)) and time.monotonic() < until:
         used = used_cpu_s(boxed_processes() - known)
+        before = before or used
         # A killed process uses less than 1 s of the processor until it is gone, on a busy machine too.
         if working := [number for number in sorted(used) if used[number] - before.get(number, 0.0) > 1.0]:
             return [f"process {number} still works" for number in working]
