@@ -370,7 +370,8 @@ def choose_torch(before: Stamp, installer: Installer, *, is_new: bool, signs: li
         if Path("/dev/kfd").exists():
             why += f" (plain {TORCH} has no code for AMD GPUs; TORCH_INDEX=rocm7.2, or another name, has)"
         if signs or places:
-            but = f"your {', '.join(places)} says where torch comes from" if places else ""
+            says = "say" if places[1:] else "says"
+            but = f"your {' and '.join(places)} {says} where torch comes from" if places else ""
             but = but or f"{signs[0]} tells of machines with GPUs"
             return "", True, [f"{why}, but {but}; TORCH_INDEX=cpu takes torch without GPU code, 0.2 GB"]
     if (is_new or before.index != index) and not is_reachable(f"{index}/torch/", installer.settings.get("cert")):

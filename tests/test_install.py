@@ -616,6 +616,7 @@ def choose(pip, monkeypatch, *, named="", settings=None, signs=(), reachable=Tru
         ({"settings": {"find-links": "/wheels"}}, "", "your find-links says where torch comes from"),
         ({"settings": {"index-url": "https://example.org"}}, "", "your index-url says where torch comes from"),
         ({"settings": {"no-index": "true"}}, "", "your no-index says where torch comes from"),
+        ({"settings": {"index-url": "https://example.org", "find-links": "/wheels"}}, "", "and find-links say where"),
         ({"settings": {"no-index": "false", "timeout": "9"}}, install.CPU, "no NVIDIA driver here: torch comes from"),
         ({"signs": ["sbatch"]}, "", "sbatch tells of machines with GPUs; TORCH_INDEX=cpu"),
         ({"reachable": False}, "", "is not reachable: plain torch"),
