@@ -61,12 +61,13 @@ def score_positions(file: Path, sequences: Sequence[tuple[Sequence[int], int]], 
     return [[{int(token): chance for token, chance in step} for step in steps] for steps in found]
 
 
-def ask_llama_cpp(file: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+def ask_llama_cpp(file: Path, job: Mapping[str, Any], *, deadline_s: float | None = None) -> dict[str, Any]:
     """Return the child's document for a job with `texts`, `prompts`, `answer_tokens`, `sequences` and `top`."""
     if find_spec("xllamacpp") is None:
         what = "llama.cpp is not installed"
         raise MachineError(what, where="the package xllamacpp", fix="make install EXTRAS=gguf")
-    deadline_s = DEADLINE_S + DEADLINE_S_PER_GIB * file.stat().st_size / 2**30
+    if deadline_s is None:
+        deadline_s = DEADLINE_S + DEADLINE_S_PER_GIB * file.stat().st_size / 2**30
     with tempfile.TemporaryDirectory() as place:
         asked, replied, output_file = (Path(place) / name for name in ("job.json", "reply.json", "output"))
         asked.write_text(json.dumps({"file": str(file), **job}), encoding="utf-8")
