@@ -23,7 +23,7 @@ from sftplay.config.run import RunConfig
 from sftplay.config.section import Section
 from sftplay.data.files import list_files, listed
 from sftplay.data.layouts import LayoutOptions, detect_layout, read_layout_options, to_record
-from sftplay.data.read import read_dialect, read_rows
+from sftplay.data.read import read_dialect, read_raw, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source
 from sftplay.errors import ConfigErrors, DataError, MachineError
 from sftplay.machine.probe import Machine
@@ -71,7 +71,7 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: 
         if values.cfg.train.max_steps is None:
             values.set("train.epochs", 1.0, why="answers are learned by heart soon")
     survey = survey_rows(values.cfg)
-    n_rows = len(survey.records)
+    n_rows = survey.n_rows - len(survey.refused)
     values.set("data.train_path", sides.get("data.train_path", data), why=f"layout {' and '.join(survey.layouts)}")
     if survey.columns:
         values.set("data.columns", dict(survey.columns), why="guessed from the names: look at `make inspect`")
@@ -88,7 +88,7 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: 
     name, reason = values.cfg.model.name, ""
     if "model.name" not in values.given:
         guess = estimate(survey.records)
-        lengths = guess.within(min(limit_for(guess.at(USUAL_SHARE)), MOST_TOKENS))
+        lengths = replace(guess.within(min(limit_for(guess.at(USUAL_SHARE)), MOST_TOKENS)), count=n_rows)
         wanted = values.cfg.with_values({"model.max_seq_len": limit_for(lengths.longest)}, "init")
         choice = choose_model(wanted, machine, lengths=lengths)
         name, mode, reason = choice.name, choice.mode, choice.reason
@@ -191,7 +191,7 @@ def command_for(verb: str, config: str) -> str:
 
 
 def _write(lines: dict[str, tuple[Any, str]], *, survey: Survey, out: str) -> str:
-    rows = plural(len(survey.records), "row") if survey.is_all else f"the first {SURVEYED_ROWS:,} rows"
+    rows = plural(len(survey.records), "row") if survey.n_rows <= SURVEYED_ROWS else f"the first {SURVEYED_ROWS:,} rows"
     source = print_on_one_line(str(lines["data.train_path"][0]))
     head = [
         f"# Made by `sftplay init` on {time.strftime('%Y-%m-%d')} from {rows} of {source}, for this machine.",
@@ -230,8 +230,8 @@ class Survey:
     refused: tuple[str, ...]
     """Place and reason of each row that cannot be read."""
 
-    is_all: bool
-    """No rows follow those that were looked at."""
+    n_rows: int
+    """All rows of the file, also those behind the ones that were looked at."""
 
 
 def find_task(cfg: RunConfig) -> tuple[str, str] | None:
@@ -263,8 +263,7 @@ def survey_rows(cfg: RunConfig) -> Survey:
     read, has no rows, or the layout of most of its rows cannot be found.
     """
     path = cfg.rows_path
-    rows = list(islice(read_rows(path, read_dialect(cfg.data)), SURVEYED_ROWS + 1))
-    surveyed = rows[:SURVEYED_ROWS]
+    surveyed = list(islice(read_rows(path, read_dialect(cfg.data)), SURVEYED_ROWS))
     if not surveyed:
         raise DataError("has no rows", where=path, fix="name a file with at least one row")
     reading, columns, part = read_layout_options(cfg.data), {}, cfg.task.part("rows")
@@ -285,9 +284,12 @@ def survey_rows(cfg: RunConfig) -> Survey:
         if 2 * len(objects) < len(surveyed):  # they are no rows in any layout
             fix = "mend what each line names"
         raise DataError(what, where=path, fix=fix)
+    n_rows = len(surveyed)
+    if n_rows == SURVEYED_ROWS:  # the time that is promised is that of all rows
+        n_rows = sum(1 for _ in read_raw(path, read_dialect(cfg.data)))
     return Survey(
         layouts=tuple(layout for layout, _ in layouts.most_common()), columns=columns, records=records,
-        refused=tuple(refused), is_all=len(rows) == len(surveyed),
+        refused=tuple(refused), n_rows=n_rows,
     )  # fmt: skip
 
 

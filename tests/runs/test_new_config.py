@@ -11,7 +11,7 @@ from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.forecast import RowLengths
-from sftplay.runs.new_config import MODELS, TOY, Measured, choose_model, survey_rows
+from sftplay.runs.new_config import MODELS, TOY, Measured, choose_model, draft_config, survey_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -52,7 +52,7 @@ def write_rows(path: Path, rows: list[object]) -> Path:
 def test_layout_and_columns_of_real_data_sets_are_found(name):
     found = survey(SHARED_DATA / name)
     assert (found.layouts[0], dict(found.columns), found.refused[:1]) == (*FOUND[name], ())
-    assert found.is_all
+    assert found.n_rows == len(found.records)
 
 
 @pytest.mark.parametrize(
@@ -265,3 +265,20 @@ def test_lengths_of_rows_are_known_as_they_are_and_as_they_are_cut():
     measured = Measured([2, 4, 6, 12], is_estimate=False)
     assert (measured.at(0.5), measured.at(0.51), measured.at(1.0), measured.cut(5)) == (4, 6, 12, 2)
     assert measured.within(6) == RowLengths(longest=6, mean=4.5, count=4)
+
+
+def test_the_time_is_that_of_all_rows_and_not_of_those_that_are_looked_at(tmp_path, monkeypatch):
+    """A file of 50,000 rows got the model and the hours of its first 5,000."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    drafts = []
+    for count in (5_000, 20_000):
+        path = write_rows(
+            tmp_path / f"{count}.jsonl", [{"question": f"{n}?", "answer": "b " * 20} for n in range(count)]
+        )
+        drafts.append(draft_config(str(path), [], machine=machine(ram_gib=16), out="run.yaml"))
+    few, many = drafts
+    assert (few.n_rows, many.n_rows) == (5_000, 20_000)
+    assert "from the first 5,000 rows of" in many.text
+    assert "rows a step, of 20,000 rows found" in many.text
+    assert [*MODELS, TOY].index(few.model) < [*MODELS, TOY].index(many.model)
