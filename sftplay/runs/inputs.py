@@ -16,7 +16,7 @@ from sftplay.config.data import row_paths
 from sftplay.config.load import examine_config
 from sftplay.config.run import RunConfig
 from sftplay.config.section import find_spec as find_task_spec
-from sftplay.data.files import find_suffix, list_files
+from sftplay.data.files import FIX_ROW, find_suffix, list_files
 from sftplay.data.layouts import read_layout_options, select_data_config, to_record
 from sftplay.data.read import is_hub_name, read_dialect, read_rows
 from sftplay.data.records import Refused, Text
@@ -303,10 +303,10 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     count = "its only row cannot" if n_rows == 1 else f"none of its first {n_rows} rows can"
     reasons = "".join(f"\n  {reason}" for reason in refused[:5])
     fix = "name its layout with data.format and its columns with data.columns, or another file"
-    if n_damaged == n_rows:  # they are no rows in any layout
-        fix = "mend what each line names, or name another file"
-    elif cfg.task.part("rows"):  # a task that reads its own rows knows no layouts by name
+    if cfg.task.part("rows") and fixes:  # a task that reads its own rows knows no layouts by name
         fix = "; ".join(dict.fromkeys(filter(None, fixes))) or "name another file"
+    elif n_damaged + fixes.count(FIX_ROW) == n_rows:  # no other layout would read them
+        fix = "mend what each line names, or name another file"
     elif kind == "cpt":
         fix = "name the column of the text, data.columns: {text: NAME}; chats take task_mode cpt_mixed and type: chat"
     raise DataError(f"{path}: {count} be read{reasons}", where=where, fix=fix)

@@ -19,9 +19,10 @@ from typing import Any
 
 from sftplay.config.commented import join_sections, print_on_one_line, write_sections
 from sftplay.config.load import load_config
+from sftplay.config.resolved import flow
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Section
-from sftplay.data.files import list_files, listed
+from sftplay.data.files import FIX_ROW, list_files, listed
 from sftplay.data.layouts import LayoutOptions, detect_layout, read_layout_options, to_record
 from sftplay.data.read import read_dialect, read_raw, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source
@@ -273,15 +274,17 @@ def survey_rows(cfg: RunConfig) -> Survey:
         columns = _guess_columns(objects, path)
         reading = replace(reading, columns=tuple(columns.items()))
     if part:
-        records, refused, layouts = _read(surveyed, partial(part.read_record, cfg=cfg), name=lambda _: "of pairs")
+        records, refused, layouts, fixes = _read(
+            surveyed, partial(part.read_record, cfg=cfg), name=lambda _: "of pairs"
+        )
     else:
         read_row = partial(to_record, reading=reading)
-        records, refused, layouts = _read(surveyed, read_row, name=partial(_name_layout, reading=reading))
+        records, refused, layouts, fixes = _read(surveyed, read_row, name=partial(_name_layout, reading=reading))
     if 2 * len(refused) > len(surveyed):  # the file is not what it was taken for
         reasons = "".join(f"\n  {reason}" for reason in refused[:3])
         what = f"{len(refused):,} of its first {len(surveyed):,} rows cannot be read{reasons}"
         fix = "name its layout with data.format=..., its columns with data.columns.question=... or the like"
-        if 2 * len(objects) < len(surveyed):  # they are no rows in any layout
+        if 2 * len(objects) < len(surveyed) or fixes[FIX_ROW] == len(refused):  # no other layout would read them
             fix = "mend what each line names"
         raise DataError(what, where=path, fix=fix)
     n_rows = len(surveyed)
@@ -307,15 +310,16 @@ def _guess_columns(rows: Sequence[Mapping[str, Any]], path: str) -> dict[str, st
         return {"text": text}
     names = list(dict.fromkeys(name for row in rows[:SURVEYED_ROWS] for name in row))  # in the order of the file
     example = [name for name in names if name in texts] if len(texts) == 2 else ["ASKED", "ANSWERED"]
-    fix = f"say which is which: data.columns.question={example[0]} data.columns.answer={example[1]}"
+    words = [f"data.columns.{field}={flow(name)}" for field, name in zip(("question", "answer"), example, strict=True)]
+    fix = f"say which is which: {shlex.join(words)}"
     raise DataError(f"no layout is known for its columns {listed(names)}", where=path, fix=fix)
 
 
 def _read(
     rows: Sequence[tuple[Source, Any]], read_row: Callable[..., Record], *, name: Callable[[Any], str]
-) -> tuple[list[Record], list[str], Counter[str]]:
-    """The records, the reasons of the rows that cannot be read, and how many rows have a layout."""
-    records, refused, layouts = list[Record](), list[str](), Counter[str]()
+) -> tuple[list[Record], list[str], Counter[str], Counter[str]]:
+    """The records, the reasons of the rows that cannot be read, and how many rows have a layout or need a remedy."""
+    records, refused, layouts, fixes = list[Record](), list[str](), Counter[str](), Counter[str]()
     for source, row in rows:
         try:
             if isinstance(row, Refused):
@@ -324,9 +328,10 @@ def _read(
             records.append(read_row(row, source))
         except DataError as error:
             refused.append(f"{source} {error.what}")
+            fixes[error.fix] += 1
             continue
         layouts[name(row)] += 1
-    return records, refused, layouts
+    return records, refused, layouts, fixes
 
 
 def _name_layout(row: Mapping[str, Any], *, reading: LayoutOptions) -> str:

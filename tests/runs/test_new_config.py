@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,28 @@ def test_columns_that_no_name_tells_apart_are_asked_for(tmp_path, capsys):
     assert main(["init", str(path), str(tmp_path / "run.yaml")]) == 4
     assert "data.columns.question=Frage data.columns.answer=Antwort" in capsys.readouterr().err
     assert not (tmp_path / "run.yaml").exists()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("names", [("What they asked", "Our agent's reply"), ("1", "2"), ("null", "{x}")])
+def test_the_columns_that_are_asked_for_can_be_typed_as_they_are_printed(names, tmp_path, capsys):
+    path, out = write_rows(tmp_path / "rows.jsonl", [dict.fromkeys(names, "a")] * 5), tmp_path / "run.yaml"
+    assert main(["init", str(path), str(out)]) == 4
+    printed = shlex.split(capsys.readouterr().err.partition("which is which: ")[2])
+    assert main(["init", str(path), str(out), f"model.name={TOY}", *printed]) == 0
+    assert load_config(out).data.columns == dict(zip(("question", "answer"), names, strict=True))
+
+
+@pytest.mark.contract
+def test_rows_of_a_known_layout_are_answered_with_what_is_wrong_in_them(tmp_path, capsys):
+    """Numbers as answers were answered with the advice to name a layout and columns, which changed nothing."""
+    path, out = write_rows(tmp_path / "rows.jsonl", [{"question": "a", "answer": 2}] * 5), tmp_path / "run.yaml"
+    out.write_text(f"model: {{name: '{TOY}'}}\ndata: {{train_path: {path}}}\n")
+    for words in (["init", str(path), str(tmp_path / "new.yaml")], ["validate", "--config", str(out)]):
+        assert main(words) == 4
+        shown = capsys.readouterr().err
+        assert "answer is a number, not a text" in shown
+        assert "fix: mend what each line names" in shown
 
 
 @pytest.mark.contract
