@@ -51,7 +51,7 @@ def list_files(path: str) -> list[Path]:
             return found
         raise DataError("is a folder without a file of rows", where=path, fix=f"put one there ({known})")
     if not mode:
-        fix = "correct IN=, data.train_path or data.val_path; paths are relative to the current directory"
+        fix = "correct DATA=, IN=, data.train_path or data.val_path; paths are relative to the current directory"
         raise DataError("there is no such file", where=path, fix=fix)
     if not stat.S_ISREG(mode):
         raise DataError("is neither a file nor a folder", where=path, fix="give rows in a file or a folder")

@@ -286,6 +286,8 @@ def survey_rows(cfg: RunConfig) -> Survey:
         fix = "name its layout with data.format=..., its columns with data.columns.question=... or the like"
         if 2 * len(objects) < len(surveyed) or fixes[FIX_ROW] == len(refused):  # no other layout would read them
             fix = "mend what each line names"
+        elif part:  # a task that reads its own rows knows no layouts by name
+            fix = "; ".join(filter(None, fixes)) or "name another file"
         raise DataError(what, where=path, fix=fix)
     n_rows = len(surveyed)
     if n_rows == SURVEYED_ROWS:  # the time that is promised is that of all rows

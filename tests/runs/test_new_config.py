@@ -100,6 +100,23 @@ def test_the_columns_that_are_asked_for_can_be_typed_as_they_are_printed(names, 
 
 
 @pytest.mark.contract
+def test_rows_that_are_no_pairs_get_the_advice_of_their_task(tmp_path, capsys):
+    """`data.format` and `data.columns.question` were named, which rows of pairs do not know."""
+    path = write_rows(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}] * 5)
+    assert main(["init", str(path), str(tmp_path / "run.yaml"), f"model.name={TOY}", "task_mode=dpo"]) == 4
+    shown = capsys.readouterr().err
+    assert "has no 'chosen' side" in shown
+    assert "fix: name the sides chosen and rejected" in shown
+    assert "data.format" not in shown
+
+
+@pytest.mark.contract
+def test_a_data_file_that_is_not_there_is_answered_with_the_setting_that_names_it(tmp_path, capsys):
+    assert main(["init", f"--data={tmp_path / 'no.jsonl'}", f"--out={tmp_path / 'run.yaml'}"]) == 4
+    assert "fix: correct DATA=" in capsys.readouterr().err
+
+
+@pytest.mark.contract
 def test_rows_of_a_known_layout_are_answered_with_what_is_wrong_in_them(tmp_path, capsys):
     """Numbers as answers were answered with the advice to name a layout and columns, which changed nothing."""
     path, out = write_rows(tmp_path / "rows.jsonl", [{"question": "a", "answer": 2}] * 5), tmp_path / "run.yaml"
