@@ -184,7 +184,9 @@ def decode_json(text: str) -> Any:
 def describe_json_error(error: Exception) -> str:
     """Describe what is wrong with a text that `decode_json` refused."""
     if isinstance(error, json.JSONDecodeError):
-        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+        at = min(error.pos, len(error.doc.rstrip("\r\n")))  # the end of the row's own line begins no other line
+        line, column = error.doc.count("\n", 0, at) + 1, at - error.doc.rfind("\n", 0, at)
+        place = f"column {column}" if line == 1 else f"line {line} column {column}"
         return f"is not JSON: {error.msg} at {place}"
     return str(error) if isinstance(error, RepeatedKeyError) else f"is not JSON that can be read: {error}"
 

@@ -117,6 +117,7 @@ LINES = [
         *(0, 1),
         reason="'role' twice",
     ),
+    Awkward("ends_early.jsonl", b'{"prompt": "a",\r\n' + THREE.encode(), 3, 1, reason="in double quotes at column 16$"),
     Awkward("unused_numbers.jsonl", lines(row(0) | {"x": float("inf"), "y": float("nan")}, row(1)).encode(), 2),
     Awkward("huge_number.jsonl", b'{"text": "a", "x": ' + b"9" * 5000 + b"}\n", 0, 1, reason="can be read"),
     Awkward("marks_inside.jsonl", (f"\ufeff{THREE}" * 2 + lines(row(7, " \ufeff"))).encode(), 7),
