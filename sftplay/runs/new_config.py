@@ -178,8 +178,11 @@ def _find_limit(cfg: RunConfig, measured: Measured, *, machine: Machine) -> tupl
         seen = size_run(tried, machine, shape=shape).forecast if shape else None
         if limit >= tokens and (seen is None or seen.verdict == "fits"):
             break
-    why, cut = f"the longest of {len(measured.tokens):,} rows has {longest:,} tokens", measured.cut(limit)
-    why += f"; {cut:,} rows are longer than the limit and lose their end" if cut else ""
+    why, cut = f"the longest of {plural(len(measured.tokens), 'row')} has {longest:,} tokens", measured.cut(limit)
+    ending = (
+        "is longer than the limit and loses its end" if cut == 1 else "are longer than the limit and lose their end"
+    )
+    why += f"; {plural(cut, 'row')} {ending}" if cut else ""
     return limit, why + (
         " (estimated by bytes, as its tokenizer cannot be opened here)" if measured.is_estimate else ""
     )

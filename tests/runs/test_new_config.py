@@ -202,6 +202,17 @@ def test_no_row_is_given_more_tokens_than_the_model_has_places(tmp_path, tiny_ll
 
 
 @pytest.mark.contract
+def test_one_row_is_not_counted_as_several(tmp_path, tiny_llama, capsys):
+    path, out = (
+        write_rows(tmp_path / "rows.jsonl", [{"question": "a", "answer": "stone " * 900}]),
+        tmp_path / "run.yaml",
+    )
+    assert main(["init", str(path), str(out), f"model.name={tiny_llama}"]) == 0
+    assert "the longest of 1 row has" in out.read_text()
+    assert "; 1 row is longer than the limit and loses its end" in out.read_text()
+
+
+@pytest.mark.contract
 def test_the_config_that_is_written_is_valid_and_says_what_was_found(tmp_path, tiny_llama, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{n} what? " + "stone " * (n % 7), "code": "light " * (1 + n % 5)} for n in range(60)]
