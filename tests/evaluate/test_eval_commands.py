@@ -245,6 +245,8 @@ def test_rows_that_were_trained_on_are_no_test_rows(
     assert f"{inputs.train}:3 is held out as well, at {path}:1" in said
     path.write_text('{"prompt": "a stone nobody has seen", "completion": "light"}\n')
     assert cli.main(words) == 0
+    assert cli.main(["eval-test", "--config", str(config), f"data.test_path={inputs.train}", "eval.limit=1"]) == 4
+    assert "of its rows were trained on" in capsys.readouterr().err  # a file that the run knows, but to train on
 
 
 def test_a_run_that_held_nothing_out_is_asked_for_rows_and_not_for_a_split_of_those_it_trained_on(
