@@ -6,10 +6,11 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args
 
 from sftplay import log
-from sftplay.config.data import Metric
+from sftplay.config.data import Metric, row_paths
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
@@ -44,6 +45,8 @@ def evaluate(args: Namespace) -> int:
         if cfg.datasets:
             fix = "give its rows as val_path of one more source with weight: 0, and measure with `make eval`"
         raise ConfigError("there is no test set", where="data.test_path", fix=fix)
+    if measure.split == "val" and cfg.task.reads_text:
+        _expect_rows(cfg)
     prepare_environment(cfg)
     if not cfg.task.reads_text or cfg.task.gives_score:  # untrained, a model solves no puzzle and gives random scores
         path, limit = folder.eval / f"{measure.prefix}after.json", measure.values.get("eval.limit")
@@ -69,6 +72,18 @@ def evaluate(args: Namespace) -> int:
     else:
         log.show(table)
     return 0
+
+
+def _expect_rows(cfg: RunConfig) -> None:
+    """Raise DataError where a file that the run has trained on is gone: `open_run` takes no other path of it."""
+    from sftplay.data.read import is_hub_name
+
+    trained = (path for key, path in row_paths(cfg) if key not in ("data.val_path", "data.test_path"))
+    if gone := next((path for path in trained if not (is_hub_name(path) or Path(path).exists())), None):
+        fix = "put it back, as the run was trained on it"
+        if not cfg.learns_documents:
+            fix += ", or measure other rows: make eval-test ARGS=data.test_path=FILE"
+        raise DataError("there is no such file", where=gone, fix=fix)
 
 
 def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[dict[str, Any], str]:

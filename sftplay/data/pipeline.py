@@ -123,12 +123,13 @@ def refuse_trained_rows(
 ) -> None:
     """Raise DataError where a row of `path` was trained on, by the content in its normal form.
 
-    `files` are those of the report of the run: the gate of its training has compared the rows of all of them.
+    `files` are those of the report of the run: the gate of its training has compared the rows of all of them with those
+    to train on.
     `read_keys` yields what counts as content of the rows of a file, several of one place where each would be known.
     """
     read_keys = read_keys or _read_keys
     data, rows_path = cfg.data, cfg.rows_path
-    if files.get(path) == kept_digest(path, data.processed_dir):
+    if path != rows_path and files.get(path) == kept_digest(path, data.processed_dir):
         return
     try:
         is_as_trained = files.get(rows_path) == kept_digest(rows_path, data.processed_dir)

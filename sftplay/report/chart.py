@@ -19,6 +19,7 @@ LEAST_DRAWN, MOST_DRAWN = 1e-100, 1e100
 AXES = {
     "loss": "nats a token",
     "row_loss": "mean of a row",
+    "task_loss": "as the run's task defines it",
     "learning_rate": "rate",
     "grad_norm": "norm",
     "tokens": "tokens a second",

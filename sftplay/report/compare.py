@@ -5,8 +5,6 @@ It reads run folders only; nothing is trained or measured.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -149,32 +147,36 @@ def _data_facts(run: RunFiles) -> dict[str, Any]:
 def same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]]:
     """Return whether both were measured on the same rows, and the warnings when that is not sure.
 
-    The fingerprint covers files, options and tokenizer: equal fingerprints mean equal rows. Otherwise the prompts and
-    references that were answered, and the size of the documents, are compared.
+    The fingerprint covers files, options and tokenizer: equal fingerprints mean equal rows, unless `make eval` has
+    measured one of the two on others since. Otherwise the prompts and references that were answered, and the size of
+    the documents, are compared.
     """
-    fingerprint = one.data.get("fingerprint")
+    fingerprint, asked = one.data.get("fingerprint"), [_list_asked(run) for run in (one, two)]
     limits = [run.value("eval.limit") for run in (one, two)]
     if fingerprint is not None and fingerprint == two.data.get("fingerprint") and limits[0] == limits[1]:
-        return True, []
-    if not one.evals or not two.evals:
+        if all(asked[0][tag] == asked[1][tag] for tag in asked[0].keys() & asked[1].keys()):
+            return True, []
+    elif not one.evals or not two.evals:
         return None, ["one of the two has no held-out figures: there is nothing to compare them with"]
-    digests = []
-    for run in (one, two):
-        rows = source_rows(run, "sources")
-        given: list[Any] = [[name, row.get("documents"), row.get("bytes")] for name, row in rows]
-        newest = "after" if "after" in run.evals else next((f"step-{n:.0f}" for n, _ in run.measured()[::-1]), "")
-        for tag in (newest, *(f"anchor-{name}-after" for name, _ in source_rows(run, "anchor"))):
-            asked = [[row.get(key) for key in ASKED] for row in run.answers(tag)]
-            given += [run.evals.get(tag, {}).get("n"), *asked] if asked else []
-        digests.append(hashlib.sha256(json.dumps(given).encode()).hexdigest() if given else "")
-    if not digests[0] or not digests[1]:
+    if not asked[0] or not asked[1]:
         return None, ["it is not known whether both were measured on the same held-out rows: compare with care"]
-    if digests[0] != digests[1]:
+    if [*asked[0].values()] != [*asked[1].values()]:
         return False, ["the held-out rows differ: figures of one run do not compare with those of the other"]
     counts = [mapping(mapping(run.data.get("sources")).get("held_out")) for run in (one, two)]
     if counts[0].get("trainable_tokens") == counts[1].get("trainable_tokens"):
         return True, []
     return True, ["the same rows have other tokens in each run: loss and perplexity do not compare, answers do"]
+
+
+def _list_asked(run: RunFiles) -> dict[str, list[Any]]:
+    """Name of a file in eval/ -> what its figures were measured on, where that is known."""
+    sizes = [[name, row.get("documents"), row.get("bytes")] for name, row in source_rows(run, "sources")]
+    found: dict[str, list[Any]] = {"perplexity": sizes} if sizes else {}
+    newest = "after" if "after" in run.evals else next((f"step-{n:.0f}" for n, _ in run.measured()[::-1]), "")
+    for tag in (newest, *(f"anchor-{name}-after" for name, _ in source_rows(run, "anchor"))):
+        if asked := [[row.get(key) for key in ASKED] for row in run.answers(tag)]:
+            found[tag] = [run.evals.get(tag, {}).get("n"), *asked]
+    return found
 
 
 def _warnings(one: RunFiles, two: RunFiles) -> Iterator[str]:

@@ -164,12 +164,16 @@ def draw_curves(run: RunFiles, mixed: Sequence[ChartPlan], *, drawn: Collection[
     others = [key for key in values if not (key in known or key.startswith(("reward/", "eval_")))][:8]
     main += [(capitalized(find_name(key)), key, [logged(run, key)]) for key in others]
     training = logged(run, "loss", name="training")
-    counts_rows = run.task is not None and (run.task.compares_answers or run.task.gives_score)
-    unit = "row_loss" if counts_rows else "loss"
-    plans: list[ChartPlan] = [("Loss", unit, [training, held_out_losses(run)]), *mixed, *main]
+    plans: list[ChartPlan] = [("Loss", loss_unit([run]), [training, held_out_losses(run)]), *mixed, *main]
     if run.learns_from_rewards:
         plans = [*main, ("Loss of the update, near 0 by construction", "update_loss", [training])]
     return draw(run, [plan for plan in plans if any(value for curve in plan[2] for _, value in curve.points)])
+
+
+def loss_unit(runs: Sequence[RunFiles]) -> str:
+    """Return the unit of a chart of these runs' losses."""
+    units = {"row_loss" if run.task and (run.task.compares_answers or run.task.gives_score) else "loss" for run in runs}
+    return units.pop() if len(units) == 1 else "task_loss"
 
 
 def held_out_losses(run: RunFiles) -> Curve:

@@ -22,7 +22,7 @@ from sftplay.report.chart import Chart, Curve, logged, measured
 from sftplay.report.compare import UNTRAINED_KEYS, describe_versions, list_results, same_held_out
 from sftplay.report.figures import as_size, capitalized, find_name, format_course, format_figure, is_share
 from sftplay.report.page import Block, Remark, Section, Table, Tile, cut, render_page
-from sftplay.report.report import held_out_losses
+from sftplay.report.report import held_out_losses, loss_unit
 from sftplay.report.run_files import RunFiles
 from sftplay.units import format_bytes, format_seconds
 
@@ -184,8 +184,8 @@ def _draw(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Chart]:
     shares = dict.fromkeys(key for run in runs for _, figures in run.measured() for key in figures if is_share(key))
     headlines = {key: name for run in runs if run.task for key, name in run.task.headlines}
     plans: list[tuple[str, str, Callable[[RunFiles], Curve]]] = [
-        ("Training loss", "loss", lambda run: logged(run, "loss")),
-        ("Held-out loss", "loss", held_out_losses),
+        ("Training loss", loss_unit(runs), lambda run: logged(run, "loss")),
+        ("Held-out loss", loss_unit(runs), held_out_losses),
         ("Sampled reward", "reward", lambda run: logged(run, "reward")),
         *(
             (capitalized(headlines.get(key, find_name(key))), key, lambda run, key=key: measured(run, key, name=key))
@@ -219,11 +219,19 @@ def _warnings(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
         yield "The machines differ or are not known: speed, time and memory do not compare"
 
 
+def _compares(runs: Sequence[RunFiles]) -> bool:
+    """Return whether there are losses, and none is known to be of other rows, of other tokens or of another task."""
+    doubts = (same_held_out(runs[0], run) for run in runs[1:])
+    is_one_task = len({run.value("task_mode") for run in runs}) == 1
+    return is_one_task and not any(same is not None and texts for same, texts in doubts)
+
+
 def _tiles(runs: Sequence[RunFiles]) -> list[Tile]:
     done = [(run, name) for run, name in zip(runs, name_runs(runs), strict=True) if run.state == "done"]
     tiles = [("Runs", str(len(runs)), f"{len(done)} done")]
-    losses = [(loss, name) for run, name in done if (loss := _last_held_out(run)) is not None]
-    if losses and not all(run.learns_from_rewards for run in runs):
+    found = [(loss, name, run) for run, name in done if (loss := _last_held_out(run)) is not None]
+    losses = [(loss, name) for loss, name, _ in found]
+    if _compares([run for _, _, run in found]) and not all(run.learns_from_rewards for run in runs):
         tiles.append(("Lowest held-out loss", format_figure("loss", min(losses)[0]), cut(min(losses)[1], 60)))
     for title, n, write in (("Time in all", 0, format_seconds), ("Cost in all", 1, format_cost)):
         known = [spent for run in runs if (spent := run.spent[n]) is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -245,6 +246,8 @@ def test_rows_that_were_trained_on_are_no_test_rows(
     assert f"{inputs.train}:3 is held out as well, at {path}:1" in said
     path.write_text('{"prompt": "a stone nobody has seen", "completion": "light"}\n')
     assert cli.main(words) == 0
+    assert cli.main(["eval-test", "--config", str(config), f"data.test_path={inputs.train}", "eval.limit=1"]) == 4
+    assert "of its rows were trained on" in capsys.readouterr().err  # a file that the run knows, but to train on
 
 
 def test_a_run_that_held_nothing_out_is_asked_for_rows_and_not_for_a_split_of_those_it_trained_on(
@@ -254,6 +257,20 @@ def test_a_run_that_held_nothing_out_is_asked_for_rows_and_not_for_a_split_of_th
     assert cli.main(["eval", "--config", str(tmp_path / "run.yaml"), "data.split=0.5"]) == 4
     said = capsys.readouterr().err
     assert "data.val_path: no held-out rows to measure on\n  fix: name rows that were not trained on" in said
+
+
+def test_a_run_whose_rows_are_gone_is_measured_on_test_rows_as_the_refusal_says(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = Path(shutil.copy(inputs.train, tmp_path / "rows.jsonl"))
+    train(tmp_path, inputs, data__train_path=str(rows), train__max_steps=1)
+    rows.unlink()
+    words = ["--config", str(tmp_path / "run.yaml"), "eval.limit=1"]
+    assert cli.main(["eval", *words, f"data.train_path={inputs.train}"]) == 4  # a run keeps its own rows
+    said = capsys.readouterr().err
+    assert f"{rows}: there is no such file\n  fix: put it back" in said
+    assert "make eval-test ARGS=data.test_path=FILE" in said
+    assert cli.main(["eval-test", *words, f"data.test_path={inputs.held_out}"]) == 0
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from in_process import Finished, Inputs, train
 
+from sftplay import cli
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.compare import compare_runs, comparison_table
 
@@ -111,6 +112,19 @@ def test_without_equal_fingerprints_answers_and_tokens_decide_whether_rows_are_t
     assert comparison["same_held_out"] is same
     assert len(comparison["warnings"]) == bool(warning)
     assert warning in "".join(comparison["warnings"])
+
+
+def test_rows_of_another_file_that_one_run_was_measured_on_later_are_not_the_same(
+    copies: list[RunFolder], slow_run: Finished, tmp_path: Path
+):
+    held_out = slow_run.folder.read_json("data_report.json")["sources"]["held_out"]["path"]
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(f"{line}\n" for line in Path(held_out).read_text().splitlines()[5:9]))
+    words = ["eval", "--config", str(copies[1].resolved), "--run", str(copies[1].path), f"data.val_path={other}"]
+    assert cli.main([*words, "eval.limit=4"]) == 0
+    comparison = compare_runs(*copies)
+    assert comparison["same_held_out"] is False
+    assert comparison["warnings"][0].startswith("the held-out rows differ: figures of one run do not compare")
 
 
 def test_another_machine_another_version_and_a_run_that_is_not_done_are_said(copies: list[RunFolder]):

@@ -123,6 +123,22 @@ def test_tiles_name_the_best_run_and_sum_what_is_known(folders: list[RunFolder],
     assert "Sampled reward" not in page.tables[0][0]  # no run has one
 
 
+@pytest.mark.parametrize("differs", ["rows", "task"])
+def test_losses_that_do_not_compare_have_no_lowest_one_and_no_unit_that_one_of_them_lacks(
+    folders: list[RunFolder], tmp_path: Path, differs: str
+):
+    page = page_of(folders, tmp_path)
+    assert ("Lowest held-out loss" in page, "nats a token" in page) == (True, True)
+    if differs == "rows":
+        answers = folders[1].eval / "after.jsonl"
+        answers.write_text(answers.read_text().partition("\n")[0] + "\n")
+    else:
+        config = folders[1].resolved.read_text()
+        folders[1].resolved.write_text(config.replace("task_mode: sft", "task_mode: dpo"))
+    page = page_of(folders, tmp_path)
+    assert ("Lowest held-out loss" in page, "nats a token" in page) == (False, differs == "rows")
+
+
 def test_of_many_settings_the_first_stand_in_the_table_and_all_below_a_line(folders: list[RunFolder], tmp_path: Path):
     def differ(n: int) -> str:
         lines = "".join(f"  key{i}: {{}}\n" for i in range(n))
