@@ -14,6 +14,7 @@ from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.slurm.request import JobRequest
+from sftplay.units import plural
 
 OTHER_FIGURES = ("data.", "datasets.", "model.name", "model.max_seq_len", "cpt.", "eval.")
 """Keys below these change what is held out, or its tokens."""
@@ -39,7 +40,7 @@ def sweep(args: Namespace) -> int:
         raise ConfigError(what, where="command line", fix="add --submit, or leave them out")
     request.check()
     work = Sweep(args, base, space, name=name, request=request if args.submit else None)
-    log.say(f"sweep {work.folder}: {space.n_trials} trials, {space.sampler}", "sweep")
+    log.say(f"sweep {work.folder}: {plural(space.n_trials, 'trial')}, {space.sampler}", "sweep")
     code = work.run()
     rows = work.publish()
     best = work.best(rows)
@@ -49,7 +50,7 @@ def sweep(args: Namespace) -> int:
     is_open = any(row["state"] in ("running", "waiting", "stopped") for row in rows)
     failure = None
     if not code and best is None and not is_open:
-        what = f"none of {len(rows)} trials has a figure; the first: {rows[0]['cause']}"
+        what = f"none of {plural(len(rows), 'trial')} has a figure; the first: {rows[0]['cause']}"
         fix = "change the config or the values, and choose another NAME="
         failure = RunError(what, where=str(work.folder), fix=fix)
     if args.json and failure is None:

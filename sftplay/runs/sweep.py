@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -41,6 +42,7 @@ from sftplay.report.figures import as_number, is_less_better
 from sftplay.runs.sweep_job import TrialJob
 from sftplay.runs.sweep_space import Space
 from sftplay.signals import STOP_SIGNALS, Echoes, TiedPopen, catching
+from sftplay.units import plural
 
 JOURNAL, LOCK, TRIALS, BEST = "journal.log", ".lock", "trials.jsonl", "best.yaml"
 NAME, RUNG = "sweep", "rung "  # of optuna's study; before the share of a run, in the attributes of its trials
@@ -496,8 +498,10 @@ class Sweep:
                 params = self.study.get_trials(deepcopy=False)[best["number"]].params
                 cfg = self.space.configure(self.base, params, run_name=f"{self.name}-best")
                 path, shown = self.folder / BEST, self.space.describe(best["figure"])
-                head = f"The best of {len(rows)} trials of the sweep {self.name}, number {best['number']}: {shown}."
-                again = f"make train CONFIG={path}" + (f" NPROC={self.args.nproc}" if self.args.nproc else "")
+                head = f"The best of {plural(len(rows), 'trial')} of the sweep {self.name}"
+                head += f", number {best['number']}: {shown}."
+                again = f"make train CONFIG={shlex.quote(str(path))}"
+                again += f" NPROC={self.args.nproc}" if self.args.nproc else ""
                 write_text(path, _with_comment(dump_given(cfg), f"{head}\n# Train it again: {again}"))
         return rows
 

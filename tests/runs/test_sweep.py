@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -681,10 +684,10 @@ def test_a_sweep_without_any_figure_ends_with_5_and_one_without_optuna_with_3(ho
     words = ["sweep", "--config", str(home.config), "--grid", "train.learning_rate=0.1"]
     assert main([*words, "--name", "none"]) == 5
     shown = capsys.readouterr()
-    assert "none of 1 trials has a figure; the first: somewhere: no such thing" in shown.err
+    assert "none of 1 trial has a figure; the first: somewhere: no such thing" in shown.err
     assert "refused" in shown.out
     assert main([*words, "--name", "none", "--json"]) == 5
-    assert json.loads(capsys.readouterr().out)["error"]["what"].startswith("none of 1 trials has a figure")
+    assert json.loads(capsys.readouterr().out)["error"]["what"].startswith("none of 1 trial has a figure")
     assert main([*words, "--name", "a/b"]) == 2
     assert main([*words, "train.resume=outputs/x/checkpoints/checkpoint-3"]) == 2
     assert main([*words, "data.split=0", "train.eval_steps=null"]) == 2
@@ -728,14 +731,18 @@ def test_a_process_that_finds_all_trials_taken_names_no_best_that_is_not_there(h
     trial.held.close()
 
 
-def test_the_best_config_says_by_how_many_processes_it_was_found(home):
+def test_the_best_config_says_by_which_command_it_is_trained_again(home):
     work = home.open(grid="train.learning_rate=0.1")
     assert work.run() == 0
-    text = (work.folder / "best.yaml").read_text()
-    assert f"make train CONFIG={work.folder / 'best.yaml'}\n" in text
-    work.args.nproc = 2
-    work.publish()
-    assert f"make train CONFIG={work.folder / 'best.yaml'} NPROC=2\n" in (work.folder / "best.yaml").read_text()
+    work.folder = Path(shutil.copytree(work.folder, home.root / "my outputs" / "s"))
+    best = work.folder / "best.yaml"
+    for nproc, more in ((None, []), (2, ["NPROC=2"])):
+        work.args.nproc = nproc
+        work.publish()
+        again = re.search("^# Train it again: (.+)$", best.read_text(), re.MULTILINE)
+        assert again
+        assert shlex.split(again[1]) == ["make", "train", f"CONFIG={best}", *more]
+    assert "\n# The best of 1 trial of the sweep s, number 0: " in best.read_text()
 
 
 @pytest.mark.contract
