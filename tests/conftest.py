@@ -239,14 +239,6 @@ def builtin_tiny() -> Path:
 
 
 @pytest.fixture(scope="session")
-def deepspeed_operators(shared_folder: Path) -> None:
-    """What DeepSpeed compiles for minutes on a fresh clone is there, before a run that has a time limit needs it."""
-    from sftplay.runs.strategy_setup import prebuild_deepspeed_ops
-
-    build_once(shared_folder / "deepspeed", lambda _: prebuild_deepspeed_ops(has_gpu=False, offloads=False))
-
-
-@pytest.fixture(scope="session")
 def chat_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """70 rows of one-turn dialogues with answers of 1 to 30 words."""
     return write_chats(tmp_path_factory.mktemp("rows") / "train.jsonl", 70, seed=1)

@@ -78,9 +78,6 @@ def gpu_settings(cfg: RunConfig, machine: Machine, *, processes: int) -> dict[st
 PLAIN = "deepspeed.json"
 """The user's file without comments, in the run folder. accelerate reads no comments."""
 
-OPERATORS = {"ShareMemCommBuilder": "deepspeed_shm_comm", "CPUAdamBuilder": "cpu_adam"}
-"""DeepSpeed's builder -> the name of the folder and library that it makes."""
-
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
@@ -124,20 +121,26 @@ def build_strategy_environment(cfg: RunConfig, folder: RunFolder, *, scale: Scal
 
 
 def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int = 0) -> None:
-    """Where the run uses DeepSpeed, build the operators that this node needs; on node 0 also write the plain file.
-    Raise MachineError where DeepSpeed is missing, or its operators cannot be built.
+    """Where the run uses DeepSpeed, build the optimizer where its file moves it to the host; on node 0 also write the
+    plain file. Raise MachineError where DeepSpeed is missing, a killed build left a lock, or the build fails.
     """
     if "ACCELERATE_USE_DEEPSPEED" not in command.env:
         return
     from sftplay.launch.deepspeed_json import read_deepspeed
+    from sftplay.machine.doctor import check_builds
 
-    offloads = False
-    if cfg.cluster.deepspeed is not None:
-        values = read_deepspeed(Path(cfg.cluster.deepspeed))
-        offloads = "offload_optimizer" in values.get("zero_optimization", {})
-        if node == 0:
-            write_text(folder.path / PLAIN, json.dumps(values, indent=2) + "\n")
-    prebuild_deepspeed_ops(has_gpu="DS_ACCELERATOR" not in command.env, offloads=offloads)
+    if find_spec("deepspeed") is None:
+        raise MachineError("is not installed", where="deepspeed", fix="make install EXTRAS=deepspeed")
+    for finding in check_builds():
+        if finding.level == "warn":
+            raise MachineError(finding.what, where="deepspeed", fix=finding.fix)
+    if cfg.cluster.deepspeed is None:
+        return
+    values = read_deepspeed(Path(cfg.cluster.deepspeed))
+    if node == 0:
+        write_text(folder.path / PLAIN, json.dumps(values, indent=2) + "\n")
+    if "offload_optimizer" in values.get("zero_optimization", {}):
+        prebuild_optimizer(has_gpu="DS_ACCELERATOR" not in command.env)
 
 
 def with_accumulation(command: Launch, cfg: RunConfig) -> Launch:
@@ -147,39 +150,28 @@ def with_accumulation(command: Launch, cfg: RunConfig) -> Launch:
     return replace(command, env={**command.env, ACCUMULATION: str(cfg.train.grad_accum)})
 
 
-def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
-    """Build DeepSpeed's operators once, with a line on the screen. Otherwise all workers build them at their start.
-
-    A CPU needs the one for communication between processes. `offloads` adds the optimizer that runs on the host. Raise
-    MachineError where DeepSpeed is not installed, a killed build left a lock, or the compiler failed.
+def prebuild_optimizer(*, has_gpu: bool) -> None:
+    """Build DeepSpeed's optimizer for the host once, with a line on the screen. Otherwise all workers build it at their
+    start. Raise MachineError where the compiler failed.
     """
     from sftplay.launch.accelerate_settings import build_environment
-    from sftplay.machine.doctor import check_builds
 
-    if find_spec("deepspeed") is None:
-        raise MachineError("is not installed", where="deepspeed", fix="make install EXTRAS=deepspeed")
-    for finding in check_builds():
-        if finding.level == "warn":
-            raise MachineError(finding.what, where="deepspeed", fix=finding.fix)
     env = build_environment(has_gpu=has_gpu)
     folder = Path(env["TORCH_EXTENSIONS_DIR"])
-    needed = {"ShareMemCommBuilder": not has_gpu, "CPUAdamBuilder": offloads}
-    files = {builder: folder / name / f"{name}.so" for builder, name in OPERATORS.items() if needed[builder]}
-    missing = [builder for builder, file in files.items() if not file.exists()]
-    if not missing:
+    if (folder / "cpu_adam" / "cpu_adam.so").exists():
         return
-    names = " and ".join("CPU communication" if name == "ShareMemCommBuilder" else "CPU optimizer" for name in missing)
-    log.say(f"building DeepSpeed's {names}, about 2 min each, once", "deepspeed")
+    log.say("building DeepSpeed's CPU optimizer, about 2 min, once", "deepspeed")
     started = time.monotonic()
     load = (
-        "import sys\nfrom deepspeed.accelerator import get_accelerator\n"
-        "for name in sys.argv[1:]:\n    get_accelerator().create_op_builder(name).load()\n"
+        "from deepspeed.accelerator import get_accelerator\n"
+        "get_accelerator().create_op_builder('CPUAdamBuilder').load()\n"
     )
-    argv = [sys.executable, "-c", load, *missing]
-    done = subprocess.run(argv, env=os.environ | env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", load], env=os.environ | env, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         problem = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no reason given")
-        fix = "apt install g++ (Debian, Ubuntu), or cluster.strategy: ddp"
-        raise MachineError(f"its operators cannot be built: {problem}", where="deepspeed", fix=fix)
+        fix = "apt install g++ (Debian, Ubuntu), or leave offload_optimizer out of the DeepSpeed file"
+        raise MachineError(f"its CPU optimizer cannot be built: {problem}", where="deepspeed", fix=fix)
     log.say(f"built in {time.monotonic() - started:.0f} s, kept in {folder}", "deepspeed")

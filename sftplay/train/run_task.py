@@ -14,6 +14,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from sftplay import log
 from sftplay.atomic import whole_folder
+from sftplay.config.cluster import ZERO_STAGES
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError
 from sftplay.export.adapter_card import write_adapter_card
@@ -31,7 +32,7 @@ from sftplay.train.guards import StopOnSignal
 from sftplay.train.preflight import first_of_node, has_sharded_weights, wait_for_main, wait_for_nodes
 from sftplay.train.task import Rows, Task
 from sftplay.train.train_run import TrainResult, TrainRun, describe_capacity, describe_rate, make_setup, write_manifest
-from sftplay.train.upstream import gather_zero3_weights
+from sftplay.train.upstream import gather_zero3_weights, skip_inference_operator
 from sftplay.units import format_count, plural
 
 
@@ -156,6 +157,8 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         else:
             wait_for_main(before, folder)
     model = make_trainable(model, cfg, new_ids=[token.id for token in new_tokens])
+    if cfg.cluster.strategy in ZERO_STAGES:
+        skip_inference_operator()
     wait_for_nodes(folder)
     setup = make_setup(cfg, folder, n_rows=len(rows.train), known=rows.order)
     train_run = TrainRun(setup, model, stop=stop, fingerprint=fingerprint)

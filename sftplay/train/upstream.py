@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 from sftplay import log
@@ -45,6 +46,15 @@ def avoid_triton() -> None:
         log.say(
             f"{problem}: log-probabilities are computed by torch, not by TRL's Triton kernels ({compiler_remedy()})"
         )
+
+
+def skip_inference_operator() -> None:
+    """Let DeepSpeed start on CPUs without its all-reduce for inference, which takes minutes to compile and which no
+    training calls (deepspeed 0.19, comm/torch.py, `build_shm_op`).
+    """
+    # `from deepspeed.comm import torch` is torch itself.
+    backend: Any = import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
 
 
 def read_micro_batches(trainer: Any) -> list[dict[str, Any]] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -20,8 +19,6 @@ CPU_FSDP = ROOT / "benchmarks" / "cpu_fsdp"
 
 
 @pytest.mark.long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed builds its CPU communication: needs g++")
-@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize(
     ("strategy", "mode"),
     [("zero2", "full"), ("zero3", "full"), ("zero3", "lora"), ("fsdp", "full"), ("fsdp", "lora")],

@@ -83,8 +83,6 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.contract
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed builds its CPU communication: needs g++")
-@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize(
     ("strategy", "mode"),
     [pytest.param(*case, id="-".join(case)) for case in CASES],

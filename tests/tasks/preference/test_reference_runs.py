@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -120,8 +119,6 @@ def launch(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed builds its CPU communication: needs g++")
-@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
