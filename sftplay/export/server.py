@@ -51,6 +51,8 @@ ENVIRONMENT = {
 }
 """Nothing is reported, and no variable of the user opens more of vLLM."""
 
+FORKED_MODULE = "sftplay.export.forked_vllm"
+
 SMALL_MACHINE_CORES = 8
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -103,6 +105,11 @@ def cpu_has_bf16() -> bool:
     except OSError:
         return False
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(text.split())
+
+
+def server_module(*, has_gpu: bool) -> str:
+    """Return the module that vLLM's Python runs as the server."""
+    return FORKED_MODULE if not has_gpu and usable_cores() <= SMALL_MACHINE_CORES else MODULE
 
 
 def small_machine_environment() -> dict[str, str]:
@@ -249,7 +256,9 @@ def build_server(
     )
     served += ["--middleware", f"{gate.__name__}.Gate"] if is_gated else []
     env |= ENVIRONMENT | {gate.SERVED: name} | ({} if has_gpu else small_machine_environment())
-    return Launch((str(python), "-P", "-m", MODULE, "--model", str(folder), *served, *flags), env)
+    return Launch(
+        (str(python), "-P", "-m", server_module(has_gpu=has_gpu), "--model", str(folder), *served, *flags), env
+    )
 
 
 def end_with_this_process(session: int) -> subprocess.Popen[bytes]:

@@ -23,12 +23,12 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.export.server import ENVIRONMENT as QUIET
 from sftplay.export.server import (
-    MODULE,
     RANKS,
     check_heads,
     cpu_dtype,
     end_with_this_process,
     find_cache_bytes,
+    server_module,
     small_machine_environment,
 )
 from sftplay.launch.command import offline_environment, quiet_environment
@@ -62,8 +62,8 @@ def server_command(cfg: RunConfig, *, host: str, port: int, has_gpu: bool) -> li
         return words
     length = cfg.prompt_tokens + grpo.max_completion_length
     # -P: do not import from the working folder.
-    command = [str(find_python() or sys.executable), "-P", "-m", MODULE, "--model", name, "--host", host]
-    command += ["--port", str(port), "--tensor-parallel-size", str(grpo.vllm.tensor_parallel)]
+    command = [str(find_python() or sys.executable), "-P", "-m", server_module(has_gpu=has_gpu), "--model", name]
+    command += ["--host", host, "--port", str(port), "--tensor-parallel-size", str(grpo.vllm.tensor_parallel)]
     command += ["--max-model-len", str(length)]
     command += ["--revision", cfg.model.revision] if cfg.model.revision else []
     command += ["--trust-remote-code"] if cfg.model.trust_remote_code else []
