@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_reference import decode_learned, make_chat
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from sftplay.data.render.masks import Unproven, read_sentinel_layout
 from sftplay.data.render.render import Renderer
-from sftplay.data.render.templates import CHATML, resolve_template
+from sftplay.data.render.templates import CHATML, ChatTemplate, resolve_template
 from sftplay.errors import DataError
 
 CHATML_PLAIN = (
@@ -119,6 +121,23 @@ def test_a_template_is_the_tokenizers_own_or_chatml_or_a_file(tokenizer: Any, tm
     plain.pre_tokenizer = pre_tokenizers.ByteLevel()
     with pytest.raises(DataError, match=r"<\|im_start\|> is not a single token"):
         resolve_template("chatml", PreTrainedTokenizerFast(tokenizer_object=plain))
+    first = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = first
+    assert resolve_template("chatml", tokenizer) == CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "appears"),
+    [
+        ("{% for m in messages[:1] %}{{ m['content'] }}<|im_end|>{% endfor %}", "0"),
+        ("{% for m in messages %}{{ m['content'] + m['content'] }}<|im_end|>{% endfor %}", "2"),
+        ("{% for m in messages | reverse %}{{ m['content'] }}<|im_end|>{% endfor %}", "1"),
+    ],
+    ids=["left out", "twice", "the last one first"],
+)
+def test_a_layout_has_each_text_once_and_in_order(template: str, appears: str):
+    with pytest.raises(Unproven, match=rf"message \d appears {appears} times or out of order"):
+        read_sentinel_layout(ChatTemplate(template, {}), ["user", "assistant"], end=re.compile(r"<\|im_end\|>"))
 
 
 def with_merge(tokenizer: Any, left: str, right: str) -> PreTrainedTokenizerFast:

@@ -129,6 +129,15 @@ def test_rows_of_a_known_layout_are_answered_with_what_is_wrong_in_them(tmp_path
 
 
 @pytest.mark.contract
+def test_documents_without_a_text_are_answered_with_the_column_that_names_it(tmp_path, capsys):
+    path, config = write_rows(tmp_path / "rows.jsonl", [{"body": "a long page"}] * 5), tmp_path / "run.yaml"
+    source = f"{{name: pages, type: cpt, path: {path}, weight: 1}}"
+    config.write_text(f"model: {{name: '{TOY}'}}\ntask_mode: cpt_mixed\ndatasets: [{source}]\n")
+    assert main(["validate", "--config", str(config)]) == 4
+    assert "fix: name the column of the text, data.columns: {text: NAME}" in capsys.readouterr().err
+
+
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -23,6 +23,7 @@ from processes import HANG_S, wait_until
 from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
+from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.report.sweep import build_table, describe_savings, find_shares
 
 pytest.importorskip("optuna", reason="needs the extra sweep")
@@ -70,7 +71,8 @@ while step < steps:
     step += 1
     # The best rate is 0.003; figures of early steps have the same order.
     loss = abs(rate - 0.003) * 100 + 1 / step
-    write(f"eval/step-{step}.json", {"step": step, "loss": plan.get("loss", loss)})
+    if step in plan.get("measured", [step]):
+        write(f"eval/step-{step}.json", {"step": step, "loss": plan.get("loss", loss)})
     time.sleep(plan.get("sleep", 0.01))
     if received:
         write("status.json", {"state": "stopped", "step": step})
@@ -498,6 +500,28 @@ def test_a_line_that_another_process_is_writing_is_left_to_it(home):
         json.loads(content)
 
 
+def test_the_progress_counts_the_steps_of_what_runs_by_its_heartbeat(home, monkeypatch):
+    said = []
+    monkeypatch.setattr(sweep.log, "progress", lambda done, total, *, text, **_: said.append((done, total, text)))
+    home.plan(t000={"sleep": 0.1})
+    work = home.open(grid="train.learning_rate=0.001,0.002")
+    logs = work.run_folder(0).path / "logs"
+    logs.mkdir(parents=True)
+    Heartbeat(heartbeat_path(logs, 0)).enter("forward", step=7)  # it works on the seventh, of eight
+    assert work.run() == 0
+    assert (75, 200, "0 of 2 trials, trial 0 at step 6 of 8") in said
+
+
+def test_a_run_that_is_stopped_from_outside_stops_the_sweep_with_the_same_code(home):
+    home.plan(t001={"code": 143, "at": 3})
+    work = home.open(grid="train.learning_rate=0.001,0.002,0.003")
+    assert work.run() == 143
+    assert [row["state"] for row in work.rows()] == ["done", "stopped"]
+    home.plan()
+    assert home.open(grid="train.learning_rate=0.001,0.002,0.003").run() == 0
+    assert home.starts() == ["000", "001", "001", "002"]
+
+
 def test_ctrl_c_stops_the_runs_with_a_checkpoint_and_the_sweep_goes_on_later(home):
     home.plan(t000={"sleep": 0.05}, t001={"sleep": 0.05})
     work = home.open(parallel=2)
@@ -537,6 +561,15 @@ def test_halving_keeps_the_best_half_at_each_rung_in_whatever_order_they_come(ho
     assert {rate: row["state"] for rate, row in rows.items() if row["state"] == "done"} == {0.0027: "done"}
     assert rows[0.0015]["cause"] == "held-out loss 1.15 at 1/8 of the run: not among the best 2 of 4"
     assert rows[0.002]["cause"] == "held-out loss 0.6 at 1/4 of the run: not among the best 1 of 2"
+
+
+def test_the_figures_at_the_end_of_a_run_are_compared_at_no_rung(home):
+    # Measured at 1/8 and at the end: what follows the rung at 1/4 is the result, and the trial is not pruned by it.
+    work = home.open(grid="train.learning_rate=0.001,0.0027", halving=2)
+    home.plan(t000={"measured": [1, 8]}, t001={"measured": [1, 8]})
+    assert work.run() == 0
+    rows = {row["params"]["train.learning_rate"]: row for row in work.rows()}
+    assert list(rows[0.0027]["compared"]) == ["0.125"]
 
 
 def test_halving_by_three_compares_at_a_ninth_and_a_third(home):
