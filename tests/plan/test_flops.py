@@ -103,6 +103,21 @@ def test_training_everything_takes_six_operations_a_weight_and_palms_attention()
     assert flops.per_pair == 12 * 32 * 4096  # PaLM, appendix B: 12 L H Q T a token, for T keys
 
 
+def test_a_linear_attention_reads_writes_and_reads_its_state_for_each_token():
+    small = SMALL | {"num_hidden_layers": 4, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    small |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    small |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4}
+    config = AutoConfig.for_model("qwen3_next", **small, linear_value_head_dim=24).to_dict()
+    flops = model_flops(shape_from_config(config, name="small"), path_of("full"))
+    assert flops is not None
+    experts = 2 * 3 * 64 * 32 + 64 * 4 + 3 * 64 * 32 + 64  # two of four, the router, the shared one and its gate
+    whole = 64 * (2 * 4 * 16) + 2 * 64 * (2 * 16) + (4 * 16) * 64  # queries with a gate, keys and values, the output
+    keys, values = 2 * 8, 4 * 24
+    linear = 64 * (2 * keys + 2 * values) + 64 * (2 * 4) + values * 64
+    states = 4 * 8 * 24  # a head's state has a row for each number of a key and a column for each of a value
+    assert flops.per_token == 6 * (3 * (linear + 3 * states + experts) + whole + experts)
+
+
 def test_a_query_sees_the_keys_up_to_its_own_place_and_no_more_than_the_window():
     assert seen_pairs(1) == 1
     assert seen_pairs(4) == 1 + 2 + 3 + 4

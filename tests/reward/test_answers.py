@@ -34,6 +34,7 @@ REWARDS = {
     "reasoning": lambda texts: has_form(texts, form="reasoning"),
     "hashes": lambda texts: has_form(texts, form="hashes"),
     "syntax": lambda texts: is_code(texts, entry_point=["f"]),
+    "any_syntax": lambda texts: is_code(texts),
     "exact": lambda texts: exact_match(texts, answer=["forty two"]),
     "exact_behind_a_mark": lambda texts: exact_match(texts, answer=["42"], after="####"),
     "regex": lambda texts: matches(texts, pattern=r"(?:yes|no)\.?"),
@@ -66,6 +67,7 @@ CHEATS = {
         "<think>" + BLOCK + "</think> done", "```python\n" + "(" * 5000 + "\n```",
         "```python\ndef f(x): pass\x00\n```",
     ],
+    "any_syntax": ["", "no code at all", "```python\n1 +\n```"],
     "exact": [
         "", "forty two or forty three", "the answer is forty two", "Forty two", "forty  two", "forty two.",
         "<think>forty two</think>",
@@ -103,6 +105,7 @@ RIGHT = {
         "```python\nf = lambda x: x\n```", "```python\nasync def f(x): pass\n```", "```python\nclass f: pass\n```",
         "```python\nfrom math import floor as f\n```", "<think>hm</think>" + BLOCK,
     ],
+    "any_syntax": [BLOCK, "```python\nx = 1\n```"],
     "exact": [
         "forty two", "<think>a</think>forty two", "<think>forty</think>\nforty two\n", "\xa0forty two",
         "<think></think>forty two",

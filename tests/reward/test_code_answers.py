@@ -20,6 +20,7 @@ ADD = "def add(a, b):\n    return a + b\n"
 BAD = "def add(a, b):\n    return a - b\n"
 HELPED = "def add(a, b):\n    return plus(a, b)\n"
 PLUS = "def plus(a, b):\n    return a + b\n"
+METHOD = "class Solution:\n    def f(self):\n        pass\n"
 
 
 def block(code, label="python", fence="```"):
@@ -185,6 +186,23 @@ def test_a_row_without_tests_says_nothing_of_a_program():
 def test_an_answer_says_how_its_program_was_found(text, how):
     found = find_code(text, "add")
     assert (found.code, found.how) == ("" if how == "none" else ADD, how)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "program"),
+    [
+        (["A = 2\n", "B = A + 1\n", "def f():\n    return B\n"], "A = 2\nB = A + 1\ndef f():\n    return B\n"),
+        (["total = 9\n", "def f():\n    total = 1\n    return total\n"], "def f():\n    total = 1\n    return total\n"),
+        (["def f():\n    return 1\n", "from solution import f\nprint(f())\n"], "def f():\n    return 1\n"),
+        (
+            ["from math import gcd as f\n", "class Solution:\n    def f(self):\n        pass\n"],
+            "from math import gcd as f\n",
+        ),
+    ],
+    ids=["what others need first", "its own names stay", "defined, not imported", "imported, not a method"],
+)
+def test_a_program_of_several_blocks_is_the_best_one_with_what_it_lacks(blocks, program):
+    assert find_code("\n".join(map(block, blocks)), "f").code.strip() == program.strip()
 
 
 @pytest.mark.parametrize("code", ["(" * 10_000, "-" * 100_000 + "1", "x = " + "9" * 50_000, "\0", "def"])

@@ -22,6 +22,7 @@ from torch import Tensor
 from toy_server import FEW_CORES, run_by_vllm_python, served
 from vllm_trainings import DATA, GREEDY, ROOT, STEPS, toy, warm_start
 
+from sftplay.export.server import server_module
 from sftplay.places import find_vllm_python
 from sftplay.signals import popen_tied
 
@@ -138,7 +139,7 @@ class Run:
         (found,) = [
             process
             for process in psutil.process_iter(["cmdline"])
-            if (words := process.info["cmdline"] or []) and port in words and "vllm.entrypoints" in " ".join(words)
+            if (words := process.info["cmdline"] or []) and port in words and server_module(has_gpu=False) in words
         ]
         return found
 
