@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle.cases import FAMILIES
 
+from sftplay.plan.find_shape import find_shape
 from sftplay.plan.forecast import Size, estimate, find_share, standing_bytes
 from sftplay.plan.memory_setup import Adapter, MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
@@ -83,3 +84,13 @@ def test_zero_holds_two_four_and_twelve_bytes_a_parameter_as_its_paper_says():
         )
         held = sum(vars(share.standing).values())
         assert held / params * 7.5 == pytest.approx(published, abs=0.06)
+
+
+def test_a_device_of_fsdp_gathers_what_lies_outside_the_layers_and_two_layers():
+    # Zhao et al. 2023, section 3.4: the root's weights stay gathered, and the next layer comes while this one computes.
+    shape = find_shape("meta-llama/Llama-2-7b-hf")
+    assert shape is not None
+    execution = replace(execution_for("full"), weight_bytes=4, compute_bytes=2)
+    share = find_share(shape, execution, standing=standing_bytes(shape, execution), strategy="fsdp", world_size=8)
+    root, layer = 2 * 32_000 * 4096 + 4096, 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert (share.communication.gathered, share.communication.ahead) == (2 * (root + layer), 2 * layer)
