@@ -612,11 +612,11 @@ EACH: dict[str, tuple[Any, ...]] = {
         {"tuning__mode": "qlora"},
     ),
     "train.epochs": (steps_and_rows, {1.0: (9, 72), 2.5: (22, 176), 0.1: (1, 8)}, {"train__max_steps": None}),
-    # Of 4 steps: the last 2, by 1 - sqrt(progress), or the last alone.
+    # Of 4 steps: the last 2, by 1 - sqrt(progress), or the last alone. The warmup takes 2, so that 3 are too many.
     "train.decay_ratio": (
         rates,
-        {0.5: [1.0, 1.0, 1.0, round(1 - 0.5**0.5, 6)], 0.25: [1.0] * 4},
-        {"train__lr_scheduler": "warmup_stable_decay"},
+        {0.25: [0.0, 0.5, 1.0, 1.0], 0.6: [0.0, 0.5, 1.0, round(1 - 0.5**0.5, 6)]},
+        {"train__lr_scheduler": "warmup_stable_decay", "train__warmup_ratio": 0.4},
     ),
     "train.min_lr_ratio": (rates, {0.0: cosine(4), 0.1: [round(0.1 + 0.9 * share, 6) for share in cosine(4)]}),
     "train.batch_size": (largest_micro_batch, {8: 8, 2: 2}),

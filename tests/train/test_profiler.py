@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,7 @@ def test_summary_is_at_most_ten_lines_and_names_time_memory_and_file(run: Finish
     assert 3 < len(lines) <= 10
     text = "\n".join(lines)
     assert lines[0] == "[profile] steps 2 to 3:"
+    assert 50 < sum(map(int, re.findall(r"(\d+)%", lines[1]))) <= 102, lines[1]  # each share is rounded
     for part in ("forward", "backward", "aten::", "memory", str(run.folder.path / "profile" / "rank0.trace.json.gz")):
         assert part in text
     model = run.trainer.model
