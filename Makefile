@@ -36,8 +36,8 @@ WORDS := --make-args="$$TYPED_ARGS"
 PROGRAM := exec "$$TYPED_PY" -m sftplay.make_arguments words "$$TYPED_ARGS"
 INSTALL := TORCH_INDEX="$$TYPED_TORCH_INDEX" EXTRAS="$$TYPED_EXTRAS" INSTALLER="$$TYPED_INSTALLER" exec "$$TYPED_PYTHON" -m
 # Three processes, since tests also wait; a file's tests stay in one of them, and tests/conftest.py says which files begin.
-# ARGS="-n 0" runs all in one, ARGS="-n 8" in eight.
-PYTEST := $(PROGRAM) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# ARGS="-n 0" runs all in one, ARGS="-n 8" in eight. What one process has compiled is written for all others.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PROGRAM) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # $(call flag,--run,RUN) is the flag with the setting's value, or nothing where it is not set.
 flag = $${TYPED_$2:+$1="$$TYPED_$2"}

@@ -23,6 +23,7 @@ import documents
 import fork_server
 import forked_python as forked
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
 from processes import HANG_S
 from small_run import WORDS, Inputs, write_small_run
@@ -55,6 +56,17 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_, **__: None)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """On a fresh checkout each process rewrites the asserts of a part of the files, and reads what the others wrote."""
+    number, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:], os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))[int(number) :: int(count)]:
+        written = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if int(count) > 1 and not sys.dont_write_bytecode and not written.exists():
+            written.parent.mkdir(exist_ok=True)
+            digest, code = rewrite._rewrite_test(path, session.config)
+            rewrite._write_pyc(session.config.stash[rewrite.assertstate_key], code, digest, written)
 
 
 os.environ.setdefault("SFTPLAY_CACHE", ".cache")  # a test's working folder keeps its caches
