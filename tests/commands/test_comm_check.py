@@ -17,7 +17,7 @@ from sftplay.cli import main
 from sftplay.errors import RunError
 from sftplay.launch.command import Launch, Scale
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.communication import Exchange, exchange_s, nominal_link, turning_bytes
+from sftplay.plan.communication import SIZES_BYTES, Exchange, exchange_s, nominal_link, turning_bytes
 from sftplay.runs import comm_check
 from sftplay.train import comm_check as rank
 
@@ -73,6 +73,10 @@ WRONG = {"state": "failed", "error": "holds a wrong sum after an all-reduce of 4
             id="a rank that died is named with the launcher's last line",
         ),
         pytest.param(
+            [{"state": "done"}], "pass", HANG_S, "ended with code 0: rank 0 finished; rank 1 did not come",
+            id="a launcher that ends well without a rank is no success",
+        ),
+        pytest.param(
             [CLOSED, WRONG], "raise SystemExit(5)", HANG_S, "comm-check: rank 1 holds a wrong sum",
             id="a wrong sum is the reason where other ranks failed too",
         ),
@@ -120,6 +124,18 @@ def test_the_arithmetic_of_an_exchange():
     ):
         assert exchange_s(SWEEP, total, bucket_bytes=bucket) == pytest.approx(seconds)
     assert turning_bytes(SWEEP) == 1500  # 1 ms at 3000 bytes in 2 ms, the best speed: latency rules below that
+
+
+def test_a_report_has_each_size_and_the_exchange_of_all_gradients():
+    seconds = [size / 1e9 for size in SIZES_BYTES]
+    measured = {"latencies_s": seconds, "backend": "gloo", "device": "cpu", "plain_s": 0.2, "fp16_s": 0.1}
+    report = comm_check.describe_exchanges(
+        measured, Scale(2), nominal_bytes_per_s=None, link="loopback", gradients=(2**27, 2**25)
+    )
+    assert [each["size_bytes"] for each in report["sizes"]] == list(SIZES_BYTES)
+    assert [each["bus_bytes_per_s"] for each in report["sizes"]] == pytest.approx([1e9] * len(SIZES_BYTES))
+    assert report["gradients"]["exchange_s"] == pytest.approx(2**27 / 1e9)
+    assert "the link carries 1 GB/s" in report["verdict"][0]
 
 
 def gpus(count: int, capability: tuple[int, int], word: str) -> Machine:
