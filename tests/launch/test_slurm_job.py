@@ -230,6 +230,20 @@ def test_without_slurm_the_runs_are_listed_all_the_same(
     assert note.strip() == "SLURM does not say how the job stands: squeue is not on this machine"
 
 
+def test_a_job_that_sbatch_has_started_trains_here_under_its_own_name(
+    write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    path, begun = write_config(run_name=None), []
+    monkeypatch.setattr("sftplay.runs.submit.run_job", lambda folder, **words: begun.append((folder, words)) or 7)
+    for name, value in (("SLURM_JOB_ID", "17"), ("SLURM_JOB_NUM_NODES", "1"), ("SLURM_GPUS_ON_NODE", "2")):
+        monkeypatch.setenv(name, value)
+    assert submit(path, "--here") == 7
+    ((folder, words),) = begun
+    assert (folder.name, words["nproc"]) == ("run-job17", 2)
+    assert load_config(folder / job.CONFIG).run_name == "run-job17"
+    assert json.loads((folder / "slurm.jsonl").read_text())["job_id"] == 17
+
+
 BEFORE_THE_QUEUE = [
     (["train.lerning_rate=1"], 2, "no key called 'lerning_rate'"),
     (["--training_args.max_step=1"], 2, "did you mean training_args.max_steps"),
