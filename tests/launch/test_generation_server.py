@@ -170,6 +170,7 @@ def test_a_run_that_is_stopped_while_its_server_starts_says_so(
     number: int, write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
+    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_python", lambda: Path(sys.executable))  # as if vLLM were there
     monkeypatch.setattr(generation_server, "ServerProcess", Starting)
     monkeypatch.setattr(Starting, "number", int(number))
     assert main(["train", "--config", str(write_config(**grpo()))]) == 128 + number
@@ -183,6 +184,7 @@ def test_a_run_that_cannot_go_on_for_want_of_gpus_has_failed(
     write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = str(write_config(**grpo()))
+    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_python", lambda: Path(sys.executable))  # as if vLLM were there
     monkeypatch.setattr(generation_server, "ServerProcess", Starting)
     assert main(["train", "--config", config]) == 130
 

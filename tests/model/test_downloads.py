@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,6 +27,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from sftplay.config.load import load_config
 from sftplay.config.run import ModelConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.releases import hub_client
 from sftplay.model import hub
 from sftplay.model.hub import check_reachable
@@ -33,6 +35,7 @@ from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.reward.model_reward import open_score_model
 from sftplay.tasks.preference.spec import find_reference_model
+from sftplay.train.train_run import write_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "c0ffee" + "0" * 34
@@ -104,6 +107,19 @@ def served(tiny_llama: Path, tmp_path: Path) -> Iterator[tuple[str, type[Hub]]]:
 def hub_environment(address: str, home: Path) -> dict[str, str]:
     waits = {"HF_HUB_ETAG_TIMEOUT": str(int(HANG_S)), "HF_HUB_DOWNLOAD_TIMEOUT": str(int(HANG_S))}
     return {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", **waits}
+
+
+def test_a_run_notes_the_commit_of_its_base_but_not_that_of_an_adapter_it_begins_with(
+    write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sftplay.train.train_run.find_commit", lambda name, revision: COMMIT)
+    cfg, folder = load_config(write_config()), RunFolder(tmp_path)
+    rows: Any = SimpleNamespace(recipe={}, report={"sources": [], "files": []})
+    for adapter, expected in ((None, COMMIT), ("first", None)):
+        begun = cfg.with_values({"model.adapter": adapter}, "test")
+        setup: Any = SimpleNamespace(cfg=begun, folder=folder, order_hash="", steps=1)
+        write_manifest(setup, rows, parameters={}, task={})
+        assert folder.read_json("manifest.json")["base_commit"] == expected
 
 
 def test_a_run_that_another_names_brings_the_commit_that_it_was_trained_on(
