@@ -86,7 +86,7 @@ def model_flops(shape: ModelShape, execution: MemorySetup) -> ModelFlops | None:
         per_label_token=float(head * shape.head_params),
         per_pair=float(passes),
         per_near_pair=float(passes_near),
-        window=shape.sliding_window or next((k.sliding_window for k in shape.kinds if k.sliding_window), None),
+        window=shape.sliding_window,
     )
 
 
