@@ -64,7 +64,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     for path in sorted((ROOT / "tests").rglob("test_*.py"))[int(number) :: int(count)]:
         written = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
         if int(count) > 1 and not sys.dont_write_bytecode and not written.exists():
-            written.parent.mkdir(exist_ok=True)
+            if not rewrite.try_makedirs(written.parent):
+                return
             digest, code = rewrite._rewrite_test(path, session.config)
             rewrite._write_pyc(session.config.stash[rewrite.assertstate_key], code, digest, written)
 
