@@ -17,21 +17,16 @@ from sftplay import log
 from sftplay.machine.probe import compiler_remedy, find_compiler_problem
 
 
-@contextmanager
-def fitted_tiles(vocab: int) -> Iterator[None]:
+def fitted_tiles(vocab: int) -> AbstractContextManager[None]:
     """Inside, TRL's forward passes take a buffer of `vocab` columns for each token, where that is fewer than 32768, and
-    on a CPU no logits of prompts and padding. Values are the same; gradients are the same up to rounding. Source: trl
-    1.16, trainer/utils.py, `_fused_forward`.
-    """
+    on a CPU no logits of prompts and padding. Values are the same, gradients are so up to rounding (trl 1.16,
+    trainer/utils.py, `_fused_forward`)."""
     from trl.trainer import utils
 
-    width, use_triton = utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton
-    utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(width, vocab)
-    utils._use_triton = lambda device: device.type == "cpu" or bool(use_triton(device))  # it leaves padding out
-    try:
-        yield
-    finally:
-        utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton = width, use_triton
+    given, width = utils._use_triton, min(utils._CHUNKED_LOGPROB_CHUNK_SIZE, vocab)
+    return replaced_attributes(
+        utils, _CHUNKED_LOGPROB_CHUNK_SIZE=width, _use_triton=lambda device: device.type == "cpu" or bool(given(device))
+    )
 
 
 def avoid_triton() -> None:
@@ -49,12 +44,8 @@ def avoid_triton() -> None:
 
 
 def skip_inference_operator() -> None:
-    """Let DeepSpeed start on CPUs without its all-reduce for inference, which takes minutes to compile and which no
-    training calls (deepspeed 0.19, comm/torch.py, `build_shm_op`).
-    """
-    # `from deepspeed.comm import torch` is torch itself.
-    backend: Any = import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None
+    """Let DeepSpeed start on CPUs without compiling its all-reduce for inference (deepspeed 0.19, comm/torch.py)."""
+    vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
 
 
 def read_micro_batches(trainer: Any) -> list[dict[str, Any]] | None:
