@@ -12,8 +12,6 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sftplay.parity.gguf_check import make_texts
-
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 640
 """Rows of the embeddings: more than the tokenizers have tokens."""
@@ -58,6 +56,8 @@ def read_corpus() -> tuple[str, ...]:
     numbers = [
         f"{number % 1000} {number % 100:02d}{number % 7}\n" for number in range(4000)
     ]  # so that digits are joined
+    from sftplay.parity.gguf_check import make_texts  # it needs the extra `gguf`
+
     return (*lines, *numbers, *make_texts(200, seed=1))
 
 

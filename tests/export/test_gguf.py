@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, GPT2LMHeadMod
 from sftplay.errors import ConfigError, RunError
 from sftplay.parity import by_llama_cpp
 from sftplay.parity.engine import Question
-from sftplay.parity.gguf_check import make_texts
 
 gguf = pytest.importorskip("gguf", reason="needs make install EXTRAS=gguf")
 pytest.importorskip("xllamacpp", reason="needs make install EXTRAS=gguf")
@@ -26,6 +25,7 @@ from gguf_models import FAMILIES, LLAMA3_ROPE, ROOT, ROWS, TOKENIZERS, YARN, mak
 from sftplay.export.gguf import families, vocabulary, write  # noqa: E402
 from sftplay.export.gguf.write import file_bytes, list_types, write_gguf  # noqa: E402
 from sftplay.parity import gguf_check  # noqa: E402
+from sftplay.parity.gguf_check import make_texts  # noqa: E402
 
 make = cache(make_model)
 

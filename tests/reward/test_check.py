@@ -4,6 +4,7 @@ import json
 import os
 from argparse import Namespace
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,10 @@ from sftplay.errors import ConfigError, DataError
 from sftplay.reward.reward_set import RewardSet, RewardWorker
 from sftplay.runs.reward_check import Case, check_before_training, check_reward
 from sftplay.sandbox.pool import SAFE, find_problem
+
+needs_jsonschema = pytest.mark.skipif(
+    find_spec("jsonschema") is None, reason="needs jsonschema: make install EXTRAS=reward"
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [path for path in sorted(ROOT.glob("configs/*.yaml")) if "\nrewards:" in path.read_text()]
@@ -215,11 +220,16 @@ def test_rows_and_rewards_that_do_not_fit_are_refused(tmp_path, capsys, rewards,
         ({"use": "code_tests", "options": {"shown_weight": "half"}}, "shown_weight of the reward code_tests is 'half'"),
         ({"use": "repetition", "options": {"words": 0}}, "words of the reward repetition is 0\n.*1 or more"),
         ({"use": "regex", "options": {"pattern": "("}}, r"pattern of the reward regex is '\('\n.*unterminated"),
-        ({"use": "json_schema", "options": {"schema": {"type": "objct"}}}, "\n.*'objct' is not valid"),
-        ({"use": "json_schema", "options": {"schema": "{"}}, "\n.*it is no JSON schema"),
+        pytest.param(
+            {"use": "json_schema", "options": {"schema": {"type": "objct"}}}, "\n.*'objct' is not valid",
+            marks=needs_jsonschema,
+        ),
+        pytest.param(
+            {"use": "json_schema", "options": {"schema": "{"}}, "\n.*it is no JSON schema", marks=needs_jsonschema
+        ),
         ({"use": "json_schema", "options": {"schema": [{"type": "object"}]}}, "schema of the reward json_schema is"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_name_is_refused_before_anything_runs(tmp_path, capsys, reward, said):
     with pytest.raises(ConfigError, match=said):
         checked(tmp_path, [{"name": "it", **reward}], capsys)

@@ -102,6 +102,7 @@ def check_named(report: dict[str, Any], hostile: tuple[Hostile, ...]) -> None:
 
 
 def test_every_hostile_file_is_named_and_the_good_ones_are_read(tmp_path):
+    pytest.importorskip("pypdfium2", reason="needs pypdfium2: make install EXTRAS=ingest")
     docs = fill(tmp_path, HOSTILE)
     (docs / "around").symlink_to(docs)
     (docs / "secret.txt").write_text(GOOD)

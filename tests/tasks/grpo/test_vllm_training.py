@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-import requests
 from processes import HANG_S, is_alive, wait_until
 from safetensors.torch import load_file
 from small_run import Inputs, write_small_run
@@ -147,6 +146,7 @@ class Run:
 def test_runs_go_on_after_the_death_of_trainer_of_server_and_of_both(
     home: Path, trained: dict[str, Any], server: tuple[str, int], warm: Path
 ):
+    requests = pytest.importorskip("requests", reason="needs requests: make install EXTRAS=harness")
     run, url = Run(home, trained, warm), f"grpo.vllm.url={server[0]}"
 
     process = run.start("train", url)
