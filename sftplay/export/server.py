@@ -108,8 +108,9 @@ def cpu_has_bf16() -> bool:
 
 
 def server_module(*, has_gpu: bool) -> str:
-    """Return the module that vLLM's Python runs as the server."""
-    return FORKED_MODULE if not has_gpu and usable_cores() <= SMALL_MACHINE_CORES else MODULE
+    """Return the module that vLLM's Python runs as the server. The user's own settings of its processes stay."""
+    is_free = not has_gpu and {"VLLM_WORKER_MULTIPROC_METHOD", "VLLM_ENABLE_V1_MULTIPROCESSING"}.isdisjoint(os.environ)
+    return FORKED_MODULE if is_free and usable_cores() <= SMALL_MACHINE_CORES else MODULE
 
 
 def small_machine_environment() -> dict[str, str]:

@@ -475,3 +475,24 @@ def test_merged_model_is_made_once_and_one_of_another_adapter_is_refused(run: Fi
             whole_model(run.cfg, run.folder)
     finally:
         record.write_text(kept)
+
+
+@pytest.mark.parametrize(
+    ("cores", "has_gpu", "variables", "module"),
+    [
+        (2, False, {}, serving.FORKED_MODULE),
+        (9, False, {}, serving.MODULE),
+        (2, True, {}, serving.MODULE),
+        (2, False, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, serving.MODULE),
+        (2, False, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, serving.MODULE),
+    ],
+)
+def test_only_on_a_cpu_of_few_cores_is_the_engine_a_fork_and_the_users_settings_stay(
+    cores: int, has_gpu: bool, variables: dict[str, str], module: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(serving, "usable_cores", lambda: cores)
+    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert serving.server_module(has_gpu=has_gpu) == module

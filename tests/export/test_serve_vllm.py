@@ -26,9 +26,10 @@ from small_run import WORDS
 from transformers import AutoTokenizer
 
 from sftplay.export.gate import ENDPOINTS, TOKEN
-from sftplay.export.server import BASE
+from sftplay.export.server import BASE, FORKED_MODULE, server_module
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import HOST, free_port
+from sftplay.machine.probe import probe
 from sftplay.places import find_vllm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,6 +214,9 @@ def test_server_listens_here_alone_and_nothing_of_it_outlives_the_verb(server: S
     assert ports == {"0100007F"}  # 127.0.0.1, as proc(5) writes it
     family = descendants(server.process.pid)
     assert len(family) > 1
+    # An engine that is no fork of the server has Python's tracker of resources beside it.
+    has_tracker = any(b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family)
+    assert has_tracker == (server_module(has_gpu=bool(probe().gpus)) != FORKED_MODULE)
     stop = signal.SIGTERM if server.weights == "merged" else signal.SIGKILL
     server.process.send_signal(stop)
     assert server.process.wait(HANG_S) == (128 + stop if stop == signal.SIGTERM else -stop)
