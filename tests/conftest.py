@@ -24,6 +24,7 @@ import fork_server
 import forked_python as forked
 import pytest
 from _pytest.assertion import rewrite
+from _pytest.assertion.rewrite import assertstate_key as STATE
 from hypothesis import HealthCheck, settings
 from processes import HANG_S
 from small_run import WORDS, Inputs, write_small_run
@@ -60,14 +61,15 @@ def pytest_configure() -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """On a fresh checkout each process rewrites the asserts of a part of the files, and reads what the others wrote."""
-    number, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:], os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
-    for path in sorted((ROOT / "tests").rglob("test_*.py"))[int(number) :: int(count)]:
+    count, state = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), session.config.stash.get(STATE, None)
+    if count == 1 or state is None or sys.dont_write_bytecode:
+        return
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))[number::count]:
         written = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
-        if int(count) > 1 and not sys.dont_write_bytecode and not written.exists():
-            if not rewrite.try_makedirs(written.parent):
-                return
+        if not written.exists() and rewrite.try_makedirs(written.parent):
             digest, code = rewrite._rewrite_test(path, session.config)
-            rewrite._write_pyc(session.config.stash[rewrite.assertstate_key], code, digest, written)
+            rewrite._write_pyc(state, code, digest, written)
 
 
 os.environ.setdefault("SFTPLAY_CACHE", ".cache")  # a test's working folder keeps its caches
