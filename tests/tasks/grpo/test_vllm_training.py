@@ -18,10 +18,9 @@ from processes import HANG_S, is_alive, wait_until
 from safetensors.torch import load_file
 from small_run import Inputs, write_small_run
 from torch import Tensor
-from toy_server import FEW_CORES, run_by_vllm_python, served
+from toy_server import run_by_vllm_python, served
 from vllm_trainings import DATA, GREEDY, ROOT, STEPS, toy, warm_start
 
-from sftplay.export.server import server_module
 from sftplay.places import find_vllm_python
 from sftplay.signals import popen_tied
 
@@ -119,7 +118,7 @@ class Run:
     def start(self, verb: str, *words: str) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "sftplay", verb, "--config", self.config, *words]
         with self.said.open("ab") as said:
-            return popen_tied(argv, output=said.fileno(), env=FEW_CORES, cwd=ROOT)
+            return popen_tied(argv, output=said.fileno(), env={"OMP_NUM_THREADS": "1"}, cwd=ROOT)
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / "status.json").read_text())
@@ -138,7 +137,7 @@ class Run:
         (found,) = [
             process
             for process in psutil.process_iter(["cmdline"])
-            if (words := process.info["cmdline"] or []) and port in words and server_module(has_gpu=False) in words
+            if (words := process.info["cmdline"] or []) and {port, "--model"} <= {*words}
         ]
         return found
 
