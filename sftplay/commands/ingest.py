@@ -11,7 +11,7 @@ from typing import Any
 from sftplay import log
 from sftplay.data.ingest.children import STEPS, Settings
 from sftplay.errors import ConfigError, suggest
-from sftplay.machine.probe import usable_cores
+from sftplay.machine.gpu import usable_cores
 from sftplay.report.page import Answer, Section, Table, cut, render_page
 from sftplay.units import format_seconds
 

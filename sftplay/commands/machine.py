@@ -13,7 +13,7 @@ from pathlib import Path
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError
 from sftplay.log import is_terminal
-from sftplay.machine.probe import ask_torch, probe
+from sftplay.machine.probe import probe
 from sftplay.units import format_bytes
 
 CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
@@ -25,6 +25,8 @@ def gpu_info(args: Namespace) -> int:
 
     machine, torch_facts = probe(in_detail=True), {}
     if args.torch:
+        from sftplay.machine.doctor import ask_torch
+
         torch_facts = ask_torch()
     if args.json:
         torch_says = {"torch_says": torch_facts} if torch_facts else {}

@@ -37,7 +37,7 @@ from sftplay.data.row_outcomes import (
     total,
 )
 from sftplay.errors import DataError, MachineError
-from sftplay.machine.probe import usable_cores
+from sftplay.machine.gpu import usable_cores
 from sftplay.units import format_seconds, plural
 
 

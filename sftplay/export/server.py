@@ -23,9 +23,8 @@ from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export import gate
 from sftplay.launch.command import Launch, offline_environment, quiet_environment
 from sftplay.launch.generation_server import answers
-from sftplay.machine.gpu import ram_free_bytes
+from sftplay.machine.gpu import ram_free_bytes, usable_cores
 from sftplay.machine.ports import HOST, free_port
-from sftplay.machine.probe import usable_cores
 from sftplay.places import ROOT, find_python
 from sftplay.signals import Forwarder, popen_tied
 

@@ -16,7 +16,7 @@ from sftplay.config.cluster import Launcher
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.run_folder import EXPECTS_GPU
 from sftplay.log import FOLLOWED
-from sftplay.machine.gpu import Gpu
+from sftplay.machine.gpu import Gpu, usable_cores, visible_cores
 from sftplay.places import cache_root
 from sftplay.units import parse_seconds
 
@@ -222,20 +222,18 @@ def build_launch(
     if is_offline:
         env |= offline_environment()
     env |= {EXPECTS_GPU: "1", **gpu_environment()} if has_gpu else allocator_environment()
+    cores, is_one = usable_cores(), scale.world_size == 1
+    if "OMP_NUM_THREADS" not in os.environ and (cores < visible_cores() if is_one else not has_gpu):
+        env["OMP_NUM_THREADS"] = str(max(1, cores // scale.nproc))
     started = (module, str(run_folder), *options)
-    if scale.world_size == 1:
+    if is_one:
         if scale.launcher_args:
             what = f"the run has one process and no launcher that could take {shlex.join(scale.launcher_args)}"
             raise ConfigError(what, where="--", fix="ask for several processes (NPROC=2), or leave them out")
         return Launch((python, "-m", *started), env)
-    if not has_gpu:
-        if not strategy:
-            # Without it each rank trains alone as the main one, and all exit with 0.
-            env["ACCELERATE_USE_CPU"] = "true"
-        if "OMP_NUM_THREADS" not in os.environ:
-            from sftplay.machine.probe import usable_cores
-
-            env["OMP_NUM_THREADS"] = str(max(1, usable_cores() // scale.nproc))
+    if not has_gpu and not strategy:
+        # Without it each rank trains alone as the main one, and all exit with 0.
+        env["ACCELERATE_USE_CPU"] = "true"
     env |= strategy or {}
     # Otherwise the agent's store keeps dead addresses after a restart (torch 2.13, gloo).
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

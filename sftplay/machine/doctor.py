@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
 import shlex
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +23,7 @@ from typing import Any, Literal
 from sftplay.machine.gpu import Gpu, physical_ram_bytes
 from sftplay.machine.gpu_info import holders, label
 from sftplay.machine.ports import HOST, RENDEZVOUS_PORT, bound_port
-from sftplay.machine.probe import Machine, ask_torch, compiler_remedy, find_compiler_problem
+from sftplay.machine.probe import Machine, compiler_remedy, find_compiler_problem
 from sftplay.machine.releases import installed_version
 from sftplay.places import ROOT, cache_root, find_hub_cache, find_hub_home, find_vllm_python
 from sftplay.units import GIB, format_bytes
@@ -214,6 +217,36 @@ def check_vllm() -> list[CheckResult]:
     if (ROOT / ".venv-vllm/.stamp").exists():
         return [CheckResult("warn", "serve", "the install of .venv-vllm has not ended", "make install-vllm")]
     return [CheckResult("ok", "serve", "by transformers; `make install-vllm` brings vLLM, in its own environment")]
+
+
+ANSWER_S = 60.0  # Longest wait for an import of torch. A cold disk is slow.
+
+QUESTION = """
+import json, torch
+cuda = torch.cuda
+report = {"version": torch.__version__, "cuda": torch.version.cuda, "is_available": cuda.is_available()}
+report["archs"] = cuda.get_arch_list()
+report["devices"] = cuda.device_count()
+if report["is_available"]:
+    report["nccl"] = ".".join(map(str, cuda.nccl.version()))
+    report["cudnn"] = torch.backends.cudnn.version()
+    report["peers"] = [[i == j or cuda.can_device_access_peer(i, j) for j in range(cuda.device_count())]
+                     for i in range(cuda.device_count())]
+print("ANSWER" + json.dumps(report))
+"""
+
+
+def ask_torch() -> dict[str, Any]:
+    """What torch reports about this machine, from a process of its own. Only `error` when it cannot be imported."""
+    argv = [sys.executable, "-c", QUESTION]
+    try:
+        process = subprocess.run(argv, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {ANSWER_S:.0f} s"}
+    if process.returncode == 0 and "ANSWER" in process.stdout:
+        return dict(json.loads(process.stdout.rpartition("ANSWER")[2]))
+    last = process.stderr.strip().rpartition("\n")[2]
+    return {"error": last or f"it ended with code {process.returncode}"}
 
 
 def check_torch(answer: dict[str, Any], machine: Machine) -> list[CheckResult]:

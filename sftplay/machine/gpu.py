@@ -1,10 +1,11 @@
-"""Facts about a machine without asking it for its GPUs: memory of the machine and of this process's container."""
+"""Facts about a machine without asking it for its GPUs: memory and cores of this process's container."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 ROOT = Path("/")
 
 ALL_HIDDEN = "CUDA_VISIBLE_DEVICES hides every GPU"
+
+MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""Names of limit and usage in the folder of a group, by version 2 and 1 of cgroups."""
 
 UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
 
@@ -25,7 +29,7 @@ def physical_ram_bytes() -> int:
 
 def ram_limit_bytes(root: Path = ROOT) -> int:
     """Memory that this process may use: the machine's, or the lowest limit of its groups."""
-    limits = (_number(group / name) for group, name, _ in _groups(root))
+    limits = (_number(group / name) for group in _groups(root, "memory") for name, _ in MEMORY)
     return min([physical_ram_bytes(), *(limit for limit in limits if limit is not None and limit < UNLIMITED)])
 
 
@@ -34,13 +38,29 @@ def ram_free_bytes(root: Path = ROOT) -> int:
     free = [ram_limit_bytes(root)]
     available = _fields(root / "proc/meminfo").get("MemAvailable")
     free += [available * 1024] if available is not None else []
-    for group, limit_name, usage_name in _groups(root):
+    for group, (limit_name, usage_name) in product(_groups(root, "memory"), MEMORY):
         limit, usage = _number(group / limit_name), _number(group / usage_name)
         if limit is not None and usage is not None and limit < UNLIMITED:
             stat = _fields(group / "memory.stat")
             cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
             free.append(max(0, limit - usage + cached))
     return min(free)
+
+
+def visible_cores() -> int:
+    """Number of cores that this process may run on; libraries start as many threads, whatever the quota."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Number of cores that this process may use: those that it sees, or the lowest quota of its groups, rounded up."""
+    cores = visible_cores()
+    for group in _groups(root, "cpu"):
+        v1 = [_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        quota, period = _text(group / "cpu.max").split() or v1
+        if quota.isdigit():  # neither `max` nor -1
+            cores = min(cores, -(-int(quota) // int(period)))
+    return cores
 
 
 def resident_bytes(pid: int, root: Path = ROOT) -> tuple[int, int] | None:
@@ -51,23 +71,18 @@ def resident_bytes(pid: int, root: Path = ROOT) -> tuple[int, int] | None:
     return fields["VmRSS"] * 1024, fields.get("VmHWM", fields["VmRSS"]) * 1024
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """This process's memory groups, the innermost first: folder, name of the limit's file, name of the usage's file.
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's groups, by either version of cgroups, the innermost first; some may not exist.
 
     In a container the path may be the host's, which does not exist there. Then the top folder is the container's group.
     """
-    v1, v2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
-    mounts = [("memory", "sys/fs/cgroup/memory", v1), ("", "sys/fs/cgroup", v2), ("", "sys/fs/cgroup/unified", v2)]
     paths: dict[str, str] = {}  # controller -> path of this process's group; the empty controller is version 2
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)
-    for controller, mount, names in mounts:
-        inner = Path(paths.get(controller, "/").lstrip("/"))
-        for part in (inner, *inner.parents):
-            folder = root / mount / part
-            if (folder / names[0]).is_file():
-                yield folder, *names
+    for key, mount in ((controller, controller), ("", ""), ("", "unified")):
+        inner = Path(paths.get(key, "/").lstrip("/"))
+        yield from (root / "sys/fs/cgroup" / mount / part for part in (inner, *inner.parents))
 
 
 def _fields(path: Path) -> dict[str, int]:

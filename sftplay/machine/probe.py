@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from contextlib import suppress
@@ -17,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sftplay.machine.gpu import ALL_HIDDEN, ram_free_bytes, ram_limit_bytes
+from sftplay.machine.gpu import ALL_HIDDEN, ram_free_bytes, ram_limit_bytes, usable_cores
 from sftplay.machine.gpu import Gpu as Gpu
 from sftplay.machine.gpu import Machine as Machine
 
@@ -42,23 +40,6 @@ def headers_folder() -> Path:
 def compiler_remedy() -> str:
     """The command that installs both."""
     return f"apt install gcc python{sys.version_info[0]}.{sys.version_info[1]}-dev (Debian, Ubuntu)"
-
-
-ANSWER_S = 60.0  # Longest wait for an import of torch. A cold disk is slow.
-
-_QUESTION = """
-import json, torch
-cuda = torch.cuda
-report = {"version": torch.__version__, "cuda": torch.version.cuda, "is_available": cuda.is_available()}
-report["archs"] = cuda.get_arch_list()
-report["devices"] = cuda.device_count()
-if report["is_available"]:
-    report["nccl"] = ".".join(map(str, cuda.nccl.version()))
-    report["cudnn"] = torch.backends.cudnn.version()
-    report["peers"] = [[i == j or cuda.can_device_access_peer(i, j) for j in range(cuda.device_count())]
-                     for i in range(cuda.device_count())]
-print("ANSWER" + json.dumps(report))
-"""
 
 
 @dataclass(frozen=True)
@@ -111,19 +92,6 @@ def find_archs(library: Path) -> tuple[str, ...]:
             del match  # it would keep the map open
             return tuple(text.split())
     return ()
-
-
-def ask_torch() -> dict[str, Any]:
-    """What torch reports about this machine, from a process of its own. Only `error` when it cannot be imported."""
-    argv = [sys.executable, "-c", _QUESTION]
-    try:
-        process = subprocess.run(argv, capture_output=True, text=True, timeout=ANSWER_S, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {ANSWER_S:.0f} s"}
-    if process.returncode == 0 and "ANSWER" in process.stdout:
-        return dict(json.loads(process.stdout.rpartition("ANSWER")[2]))
-    last = process.stderr.strip().rpartition("\n")[2]
-    return {"error": last or f"it ended with code {process.returncode}"}
 
 
 LIBRARIES = (
@@ -201,11 +169,6 @@ def other_accelerators(root: Path = Path("/")) -> tuple[str, ...]:
         elif vendor == "0x10de":
             notes.append(f"an NVIDIA GPU is at {device.name}, but its driver does not answer here")
     return tuple(notes)
-
-
-def usable_cores() -> int:
-    """Number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def library_versions() -> dict[str, str]:

@@ -37,7 +37,8 @@ from sftplay.heartbeat import read_heartbeats
 from sftplay.launch.processes import Death
 from sftplay.launch.run_folder import RunFolder, name_taken
 from sftplay.launch.slurm.request import JobRequest
-from sftplay.machine.probe import probe, usable_cores
+from sftplay.machine.gpu import usable_cores
+from sftplay.machine.probe import probe
 from sftplay.report.figures import as_number, is_less_better
 from sftplay.runs.sweep_job import TrialJob
 from sftplay.runs.sweep_space import Space

@@ -48,13 +48,23 @@ def test_one_process_is_started_directly_with_this_python(launch):
 
 def test_two_processes_without_a_gpu_are_told_to_use_the_cpu_and_share_the_cores(launch, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("sftplay.machine.probe.usable_cores", lambda: 8)
+    monkeypatch.setattr("sftplay.launch.command.usable_cores", lambda: 8)
     started = launch(scale=Scale(2))
     assert started.env["ACCELERATE_USE_CPU"] == "true"
     assert started.env["OMP_NUM_THREADS"] == "4"
     assert "ACCELERATE_USE_CPU" not in launch(scale=Scale(2), has_gpu=True).env
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert "OMP_NUM_THREADS" not in launch(scale=Scale(2)).env
+
+
+@pytest.mark.parametrize("has_gpu", [False, True], ids=["cpu", "gpu"])
+def test_one_process_starts_no_more_threads_than_a_quota_allows(launch, monkeypatch, has_gpu):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("sftplay.launch.command.visible_cores", lambda: 64)
+    monkeypatch.setattr("sftplay.launch.command.usable_cores", lambda: 4)
+    assert launch(has_gpu=has_gpu).env["OMP_NUM_THREADS"] == "4"
+    monkeypatch.setattr("sftplay.launch.command.usable_cores", lambda: 64)
+    assert "OMP_NUM_THREADS" not in launch(has_gpu=has_gpu).env
 
 
 OF_A_CPU = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "THP_MEM_ALLOC_ENABLE")

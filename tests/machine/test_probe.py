@@ -165,6 +165,41 @@ def test_memory_is_the_machines_or_the_lowest_limit_of_its_groups(kernel, files,
     assert ram.ram_limit_bytes(kernel(files)) == limit
 
 
+V1_CPU = "sys/fs/cgroup/cpu/"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({f"{V2}cpu.max": "max 100000"}, 8),
+        ({f"{V2}cpu.max": "200000 100000"}, 2),
+        ({f"{V2}cpu.max": "150000 100000"}, 2),
+        ({f"{V2}cpu.max": "20000 100000"}, 1),
+        ({f"{V2}cpu.max": "6400000 100000"}, 8),
+        ({"proc/self/cgroup": "0::/a/b", f"{V2}a/b/cpu.max": "500000 100000", f"{V2}a/cpu.max": "300000 100000"}, 3),
+        ({f"{V1_CPU}cpu.cfs_quota_us": "-1", f"{V1_CPU}cpu.cfs_period_us": "100000"}, 8),
+        (
+            {
+                "proc/self/cgroup": "2:cpu,cpuacct:/docker/x\n1:memory:/y",
+                f"{V1_CPU}docker/x/cpu.cfs_quota_us": "400000",
+                f"{V1_CPU}docker/x/cpu.cfs_period_us": "100000",
+                f"{V1_CPU}y/cpu.cfs_quota_us": "100000",
+                f"{V1_CPU}y/cpu.cfs_period_us": "100000",
+            },
+            4,
+        ),
+    ],
+    ids=[
+        "no cgroup", "v2 without quota", "v2 quota", "a part of a core", "less than a core", "quota above the machine",
+        "quota of a group above", "v1 without quota", "v1 quota",
+    ],
+)  # fmt: skip
+def test_cores_are_those_of_the_process_or_the_lowest_quota_of_its_groups(kernel, monkeypatch, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    assert ram.usable_cores(kernel(files)) == cores
+
+
 @pytest.mark.parametrize(
     ("files", "free"),
     [

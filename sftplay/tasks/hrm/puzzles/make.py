@@ -20,7 +20,7 @@ from sftplay.data.pool import work_through
 from sftplay.data.read import read_rows
 from sftplay.data.records import Refused
 from sftplay.errors import MOST_PROBLEMS, ConfigError, DataError, MachineError, SeveralErrors
-from sftplay.machine.probe import usable_cores
+from sftplay.machine.gpu import usable_cores
 from sftplay.tasks.hrm.puzzles.arc import (
     ALPHABET,
     ASKED,
