@@ -21,13 +21,15 @@ HOOK = """
 import atexit, os, sys, threading
 acted, begin, ended = set(), os.environ.get("WALK_FROM", ""), os.environ["WALK_ENDED"]
 active, trains, events = not begin, False, 0
+loops = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 def watch(frame, event, arg):
     global active, trains, events
     code = frame.f_code
     if event == "call":
         trains = trains or code.co_name == "training_step"
         active = active or code.co_name == begin
-        if active and "/sftplay/" in code.co_filename and code.co_flags & 1:  # neither a module nor a class
+        # Neither a module nor a class, nor a comprehension of a module, which an import runs.
+        if active and "/sftplay/" in code.co_filename and code.co_flags & 1 and code.co_qualname not in loops:
             acted.add(code.co_filename)
         events += 1
         if events % 10000 == 0 and os.path.exists(ended):
