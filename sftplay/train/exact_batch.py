@@ -331,6 +331,8 @@ class ExactBatchMixin(StepTrainerMixin):
         # TRL makes the adapter of a 4-bit base bf16.
         with trained_weights_kept(model) if hasattr(model, "get_base_model") else nullcontext():
             super().__init__(step, model=model, **named)
+        # The class of Gemma 4 says no, and the Trainer would leave out the count; `prove_label_head` asks the model.
+        self.model_accepts_loss_kwargs = True
         self.replay, self.source_names = step.replay, step.source_names
         self.clipped_norm: Tensor | None = None  # of this step's gradients, where they are clipped by it
         self.last_windows: list[Batch] = []  # the rows of this rank's last step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -55,28 +56,44 @@ class LabelHead:
 
 def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
     """Return a label head for `model` with which the loss of a few tokens is the same; or None, and why there is none.
-    Raise RuntimeError where memory ran out, which says nothing about the model.
+
+    Raise RuntimeError where memory ran out, which says nothing about the model; and ConfigError where the model's loss
+    is not divided by `num_items_in_batch`: micro-batches would weigh the same, whatever their label tokens.
     """
-    if model.get_output_embeddings() is None:
-        return None, "the model has no output embeddings"
-    head, why = LabelHead(model), ""
+    why = "" if model.get_output_embeddings() is not None else "the model has no output embeddings"
+    head = None if why else LabelHead(model)
+    with eval_mode(model), torch.no_grad(), attention_for_host(model):
+        try:
+            if head and not _halves_loss(model, head):
+                why = "the loss of a few tokens is another one with it"
+        except (RuntimeError, TypeError, ValueError) as error:  # the model hands its scores on in another shape
+            if ran_out_of_memory(error):
+                raise
+            why = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}" if str(error) else type(error).__name__
+        if not why:
+            return head, ""
+        if head:
+            head.handle.remove()
+        with suppress(RuntimeError, ValueError):  # then the first step says more
+            if not _halves_loss(model):
+                what = f"{type(model).__name__} takes a mean of its own over each micro-batch"
+                raise ConfigError(what, where="train.loss_head standard", fix="write train.loss_head: chunked")
+    return None, why
+
+
+def _halves_loss(model: Any, head: LabelHead | None = None) -> bool:
+    """Return whether the loss of a few tokens, through `head`, is half of the model's own where its sum is divided by
+    twice as many."""
+    ids, labels = proof_rows(model)
+    whole = model(input_ids=ids, labels=labels, use_cache=False).loss
+    named = {"shift_labels": head.narrow(labels)} if head else {}
     try:
-        with eval_mode(model), torch.no_grad(), attention_for_host(model):
-            ids, labels = proof_rows(model)
-            wide = model(input_ids=ids, labels=labels, use_cache=False).loss
-            narrow = model(input_ids=ids, labels=labels, shift_labels=head.narrow(labels), use_cache=False).loss
-        if not torch.isclose(wide.float(), narrow.float(), rtol=PROOF_TOLERANCE):
-            why = "the loss of a few tokens is another one with it"
-    except (RuntimeError, TypeError, ValueError) as error:  # the model hands its scores on in another shape
-        if ran_out_of_memory(error):
-            raise
-        why = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}" if str(error) else type(error).__name__
+        twice = 2 * (labels[:, 1:] != IGNORE_INDEX).sum()
+        half = model(input_ids=ids, labels=labels, num_items_in_batch=twice, use_cache=False, **named).loss
     finally:
-        head.widen()
-    if why:
-        head.handle.remove()
-        return None, why
-    return head, ""
+        if head:
+            head.widen()
+    return torch.isclose(whole.float(), 2 * half.float(), rtol=PROOF_TOLERANCE).item() is True
 
 
 def proof_rows(model: Any) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from transformers import (
     Gemma3TextConfig,
     Lfm2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MistralConfig,
     MixtralConfig,
@@ -228,6 +229,20 @@ def test_scores_at_labelled_positions_alone_give_the_loss_and_gradients_of_all_s
     assert difference(gradients(model), expected) <= 1e-6
     head.widen()
     assert model(input_ids=window["input_ids"]).logits.shape == whole.logits.shape
+
+
+def test_a_model_with_a_mean_of_its_own_is_refused(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    usual = model.loss_function
+    for ignored in ({"num_items_in_batch"}, {"num_items_in_batch", "shift_labels"}):
+
+        def mean_of_its_own(*given: Any, ignored: set[str] = ignored, **named: Any) -> torch.Tensor:
+            return usual(*given, **{key: value for key, value in named.items() if key not in ignored})
+
+        monkeypatch.setattr(model, "loss_function", mean_of_its_own)
+        with pytest.raises(ConfigError, match="LlamaForCausalLM takes a mean of its own") as refused:
+            prove_label_head(model)
+        assert refused.value.fix == "write train.loss_head: chunked"
 
 
 def test_a_model_that_waits_for_flash_attention_on_a_gpu_has_its_head_proven(tiny_llama: Path):
@@ -442,3 +457,18 @@ def test_rows_that_accelerate_has_moved_already_are_not_locked_in_memory():
     batch: Any = {"input_ids": Placed("cpu"), "labels": Placed("cuda")}
     steps = {key: value.steps for key, value in on_device(batch, torch.device("cuda")).items()}
     assert steps == {"input_ids": ["pinned", "cuda, without waiting"], "labels": ["cuda, without waiting"]}
+
+
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
+@pytest.mark.parametrize(("head", "smoothing"), [("standard", 0.0), ("chunked", 0.0), ("standard", 0.1)])
+def test_a_class_that_says_it_takes_no_count_of_items_has_the_loss_of_the_whole_window(
+    head: str, smoothing: float, inputs: Inputs, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Gemma 4's says so: the Trainer then leaves the count out, and each micro-batch takes a mean of its own."""
+    monkeypatch.setattr(LlamaForCausalLM, "accepts_loss_kwargs", False, raising=False)
+    extra = {"label_smoothing_factor": smoothing} if smoothing else {}
+    trainer = built(tmp_path, inputs, tuning__mode="full", train__loss_head=head, train__extra=extra).trainer
+    trainer.model.double()
+    losses = torch.cat([label_losses(plain, row, smoothing).detach() for row in make_rows()])
+    for size in (1, 3, 8):
+        assert step(trainer, MicroBatcher(size), make_rows())[0] == pytest.approx(losses.mean().item(), rel=1e-6)
