@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig as PeftLora
 from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper, load_peft_weights
 from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from torch import nn
@@ -172,20 +173,37 @@ def every_linear_of_text(model: Any) -> str | list[str]:
 
     PEFT reads some names on a mixture of experts as those that transformers 4 gave the experts' layers: asked for
     gate_proj it puts a pair on every expert, and none on the shared expert or the dense layers, whose linear is called
-    so. These names are left out.
+    so. These names are left out, and so are linears that cannot have a pair (`_takes_pair`).
     """
     decoder = model.get_decoder()
+    linears = {name: module for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
+    names = {name for name, module in linears.items() if _takes_pair(model, name, module)}
     if taken := names_of_experts(model):
-        linears = (name for name, module in decoder.named_modules() if isinstance(module, nn.Linear))
-        return sorted({name.rpartition(".")[2] for name in linears} - {"lm_head"} - taken)
-    if decoder is model:
-        return "all-linear"
+        return sorted({name.rpartition(".")[2] for name in names} - {"lm_head"} - taken)
     prefix = next(name for name, module in model.named_modules() if module is decoder)
-    if prefix == model.base_model_prefix:
+    if len(names) == len(linears) and prefix in ("", model.base_model_prefix):
         return "all-linear"  # nothing but text; PEFT knows how to leave out the head
+    names -= {name for name in names if linears[name] is find_head(model)}
     # 4-bit layers are nn.Linear too.
-    names = {name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
-    return rf"{re.escape(prefix)}\.({'|'.join(sorted(map(re.escape, names)))})"
+    return re.escape(f"{prefix}." if prefix else "") + f"({'|'.join(sorted(map(re.escape, names)))})"
+
+
+def _takes_pair(model: Any, name: str, linear: nn.Linear) -> bool:
+    """Return whether PEFT puts a pair on this linear, and the linear gives one number for each of its outputs.
+
+    The routers of Llama 4 and Phi MoE are linears that give more.
+    """
+    try:
+        _check_lora_target_modules_mamba(PeftLora(), model, name.rpartition(".")[2])
+    except ValueError:
+        return False
+    if type(linear).__module__.startswith(("torch.", "bitsandbytes.")):
+        return True
+    try:
+        out = linear(linear.weight.new_zeros(1, linear.in_features))
+    except (RuntimeError, ValueError):
+        return False
+    return torch.is_tensor(out) and out.shape == (1, linear.out_features)
 
 
 def names_of_experts(model: Any) -> set[str]:

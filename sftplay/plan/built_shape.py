@@ -28,7 +28,7 @@ from sftplay.plan.shape import Linear, ModelShape, Routed
 
 LONGEST_S = 300
 SILENT = "the process that builds it gave no answer"
-FORMAT = 2  # of what is kept; another one is built anew
+FORMAT = 3  # of what is kept; another one is built anew
 MLP_PARTS = ("mlp", "feed_forward", "ffn", "moe", "expert", "fc", "w1", "w2", "w3")
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # words in `layer_types` of layers that carry a state
 ESTIMATED = "what its layers of other kinds keep for the backward pass: a generic estimate"
@@ -104,13 +104,19 @@ def describe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_model(model: Any, text: Any, *, is_quantised: bool) -> ModelShape:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
     from peft.utils import transformers_weight_conversion as conversion
     from torch import nn
 
     decoder, head, embedding = model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()
-    # Names that PEFT takes for those of experts (`model.adapter.names_of_experts`).
+    # Names that PEFT takes for those of experts, or refuses (`model.adapter.every_linear_of_text`).
     pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
     left_out = set(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
+    try:
+        _check_lora_target_modules_mamba(LoraConfig(), model, "out_proj")
+    except ValueError:
+        left_out.add("out_proj")
     stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList)]
     layers = max(stacks, key=lambda stack: (sum(p.numel() for p in stack.parameters()), len(stack)))
     kinds = getattr(text, "layer_types", None) or [""] * len(layers)
@@ -153,10 +159,11 @@ def _describe_layer(layer: Any, text: Any, left_out: set[str], kind: str) -> Mod
     for path, module in layer.named_modules():
         if isinstance(module, nn.Linear):
             name, is_mlp = path.rpartition(".")[2], any(part in path for part in MLP_PARTS) and "attn" not in path
+            is_router = type(module) is not nn.Linear  # it gives more than a number for each output
             linears.append(
                 Linear(
                     name=name, inputs=module.in_features, outputs=module.out_features, bias=module.bias is not None,
-                    is_mlp=is_mlp, is_left_out=name in left_out,
+                    is_mlp=is_mlp, is_left_out=is_router or name in left_out,
                 )
             )  # fmt: skip
     total = sum(p.numel() for p in layer.parameters())

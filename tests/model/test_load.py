@@ -12,7 +12,7 @@ import pytest
 import torch
 from in_process import Inputs, sized, written_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftplay.config.run import LoraConfig, ModelConfig
 from sftplay.errors import ConfigError, DataError, MachineError
@@ -134,6 +134,33 @@ def test_auto_means_every_linear_layer_but_the_head(open_base: Any):
         name.removeprefix("base_model.model.") for name, module in model.named_modules() if hasattr(module, "lora_A")
     }
     assert adapted == linear - {"lm_head"}
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0, "eos_token_id": 2}  # fmt: skip
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "names"),
+    [
+        ("llama4_text", {"intermediate_size_mlp": 48, "num_local_experts": 4},
+         ATTENTION | {"gate_proj", "up_proj", "down_proj"}),
+        ("phimoe", {"num_local_experts": 4}, ATTENTION),
+        ("mamba2", {"num_heads": 8, "state_size": 8, "n_groups": 1, "expand": 2}, {"in_proj"}),
+        ("falcon", {"head_dim": None}, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
+    ],
+    ids=["Llama 4", "Phi MoE", "Mamba 2", "Falcon"],
+)  # fmt: skip
+def test_auto_leaves_out_routers_and_what_peft_refuses(kind: str, values: dict[str, Any], names: set[str]):
+    """The routers of Llama 4 and Phi MoE are linears that give more than one tensor."""
+    given = {key: value for key, value in (SIZES | values).items() if value is not None}
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
+    model = add_adapter(base, LoraConfig(r=2))
+    adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert {name for name in adapted if "expert" not in name and name != "base_layer"} == names
+    ids = torch.arange(12).reshape(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sftplay.model.adapter import every_linear_of_text
 from sftplay.plan import built_shape
 from sftplay.plan.find_shape import find_shape
+from sftplay.plan.memory_setup import Adapter, MemorySetup, trained_params
 
 TOKENS = {"vocab_size": 160, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, **TOKENS}
@@ -32,6 +35,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "minimax": (SIZES | {"num_local_experts": 4}, True),
     "llama4_text": (SIZES | {"intermediate_size_mlp": 96, "num_local_experts": 4, "head_dim": 16}, False),
     "ernie4_5_moe": (SIZES | {"moe_num_experts": 4, "moe_intermediate_size": 24}, False),
+    "phimoe": (SIZES | {"num_local_experts": 4}, False),
+    "nemotron_h": (
+        TOKENS
+        | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"head_dim": 16, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1},
+        True,
+    ),
     "mpt": ({"d_model": 64, "n_layers": 3, "n_heads": 4, "vocab_size": 160}, False),
 }
 """Family -> a small config, and whether its layers carry a state along the row."""
@@ -51,6 +62,10 @@ def test_every_parameter_is_counted_and_layers_that_carry_a_state_are_known(kind
     assert shape.linear_params == sum(m.weight.numel() for m in linears)
     assert (shape.family, shape.state_leaks) == (kind, leaks)
     assert bool(shape.unmodelled) or not leaks
+    with torch.device("meta"):
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=every_linear_of_text(model)))
+    setup = MemorySetup(weight_bytes=2, compute_bytes=2, stream_bytes=2, adapter=Adapter(rank=4))
+    assert trained_params(shape, setup) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
 @pytest.mark.slow
