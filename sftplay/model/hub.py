@@ -164,7 +164,9 @@ def explain_failure(error: Exception, model: ModelConfig, *, where: str) -> Sftp
     if isinstance(error, pickle.UnpicklingError) or REFUSED_PICKLE in str(error):
         return MachineError(f"the model's pickle {describe_pickle(error)}", where=where, fix=SAFE_COPY)
     fix = f"check the name, the connection and the files, {FOLDER_FIX}; the run's log says more"
-    if is_local(model.name):
+    if "not support an attention implementation" in str(error):
+        fix = "write model.attn: eager"
+    elif is_local(model.name):
         found = ""
         if isinstance(error, KeyError | AttributeError):  # a setting of config.json that a library does not know
             settings = walk(read_shape(model.name))

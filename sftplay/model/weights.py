@@ -12,7 +12,7 @@ from transformers.integrations import sdpa_attention
 from sftplay import log
 from sftplay.config.cluster import SPLIT_WEIGHTS
 from sftplay.config.run import RunConfig
-from sftplay.errors import MachineError
+from sftplay.errors import ConfigError, MachineError
 from sftplay.log import local_rank
 from sftplay.model.hub import announce_trust, check_reachable, explain_failure, quieten_hub, refusing
 from sftplay.startup import end_imports
@@ -36,7 +36,7 @@ def open_model(
 
     Raises:
         MachineError: the weights cannot be read, or some are missing.
-        ConfigError: it needs code that ships with it, which is not trusted.
+        ConfigError: it needs code that ships with it, which is not trusted; or it cannot recompute, and is asked to.
     """
     end_imports()
     repeat_shared_keys()
@@ -70,6 +70,9 @@ def open_model(
     if missing:  # transformers fills them with random numbers without an error
         lack = f"{len(missing)} weights are missing, {missing[0]} for one"
         raise MachineError(f"the model cannot be loaded ({lack})", where=where, fix="check its files")
+    if cfg.train.gradient_checkpointing and not is_plain and not model.supports_gradient_checkpointing:
+        key, what = "train.gradient_checkpointing", f"{type(model).__name__} cannot compute its layers anew"
+        raise ConfigError(what, where=cfg.describe_origin(key, unset="train"), fix=f"write {key}: false")
     keep_four_bit_exact(model)
     return model
 

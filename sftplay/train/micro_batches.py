@@ -258,14 +258,15 @@ def check_isolation(model: Any, *, key: str, fix: str) -> None:
     ids = proof_ids(model)
     positions = torch.arange(PROOF_TOKENS, device=ids.device).repeat(2)[None]
     first, second = slice(0, PROOF_TOKENS), slice(PROOF_TOKENS, None)
+    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
     with watched_embeddings(model) as seen:
         scores = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
         (of_first,) = torch.autograd.grad(scores[:, first].square().sum(), seen, retain_graph=True)
         (of_second,) = torch.autograd.grad(scores[:, second].square().sum(), seen)
     if not (of_first[:, first].any() and of_second[:, second].any()):
-        what = f"{type(model).__name__} does not say how its attention follows positions"
+        what = f"{name} does not say how its attention follows positions"
     elif of_first[:, second].any() or of_second[:, first].any():
-        what = f"{type(model).__name__} lets each document of a block see the ones before it"
+        what = f"{name} lets each document of a block see the ones before it"
     else:
         return
     raise ConfigError(what, where=key, fix=fix)

@@ -136,6 +136,17 @@ def test_auto_means_every_linear_layer_but_the_head(open_base: Any):
     assert adapted == linear - {"lm_head"}
 
 
+def test_a_class_that_lacks_what_is_asked_for_is_refused_with_the_key(tmp_path: Path, open_base: Any, tiny_llama: Path):
+    for kind, fix in (("gptj", "write model.attn: eager"), ("ctrl", "write train.gradient_checkpointing: false")):
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": 400}
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(tmp_path / kind)
+        for file in tiny_llama.glob("tokenizer*"):
+            shutil.copy(file, tmp_path / kind)
+        with pytest.raises((ConfigError, MachineError)) as refused:
+            open_base(tmp_path / kind, model__attn="sdpa", train__gradient_checkpointing=True)
+        assert refused.value.fix == fix
+
+
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0, "eos_token_id": 2}  # fmt: skip
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

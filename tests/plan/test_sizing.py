@@ -16,7 +16,7 @@ from sftplay.plan import sizing
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.forecast import Hardware, Size, find_device, forecast
 from sftplay.plan.shape_from_config import shape_from_config
-from sftplay.plan.sizing import build_setting, size_run, split_batch
+from sftplay.plan.sizing import WITHOUT_FLASH, WITHOUT_SDPA, build_setting, size_run, split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -153,6 +153,40 @@ def test_what_this_machine_cannot_do_is_refused_naming_the_key(values, key):
         size_run(config().with_values(values, "run.yaml:3"), CPU)
     assert caught.value.where == f"run.yaml:3 {key}"
     assert "auto" in caught.value.fix
+
+
+@pytest.mark.slow
+def test_families_without_sdpa_or_flash_attention_are_those_of_transformers():
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    classes = {
+        kind: [getattr(transformers, name) for name in ([names] if isinstance(names, str) else names)]
+        for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    }
+    for known, attribute in ((WITHOUT_SDPA, "_supports_sdpa"), (WITHOUT_FLASH, "_supports_flash_attn")):
+        assert known == {kind for kind, found in classes.items() if not all(getattr(one, attribute) for one in found)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_flash", "without"),
+    [("llama", "flash_attention_2", "sdpa"), ("bloom", "eager", "eager"), ("gptj", "flash_attention_2", "eager"),
+     ("llama4_text", "sdpa", "sdpa")],
+)  # fmt: skip
+def test_a_model_is_given_to_an_attention_that_its_class_has(monkeypatch, kind, with_flash, without):
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    llama = shape_from_config({"model_type": "llama", "num_attention_heads": 4, **sizes}, name="x")
+    shape = replace(llama, family=kind)
+    cfg = config()
+    free = cfg.with_values({"model.attn": "auto"}, "test")
+    assert size_run(free, machine(H200), shape=shape).cfg.model.attn == without
+    monkeypatch.setattr(sizing, "find_module", lambda name: object())
+    assert size_run(free, machine(H200), shape=shape).cfg.model.attn == with_flash
+    for attn in ("sdpa", "flash_attention_2"):
+        if attn not in (with_flash, without):
+            with pytest.raises(MachineError, match=f"{kind} has no {attn}") as caught:
+                size_run(cfg.with_values({"model.attn": attn}, "test"), machine(H200), shape=shape)
+            assert caught.value.fix == f"leave model.attn on auto ({with_flash} here)"
 
 
 def test_a_model_that_caps_the_scores_of_its_attention_is_not_given_to_sdpa_which_does_not(monkeypatch):
