@@ -34,7 +34,7 @@ from sftplay.export.model_card import PublicRun, write_card
 from sftplay.export.parity_table import parity_rows
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
-from sftplay.model.load import check_finite
+from sftplay.model.merging import check_finite
 from sftplay.model.source import BUILTIN, is_local
 from sftplay.model.start_point import digest_result
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens

@@ -25,7 +25,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line, quieten_hub
-from sftplay.model.load import merge_adapter
+from sftplay.model.merging import merge_adapter
 from sftplay.model.source import is_hub_shaped, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens

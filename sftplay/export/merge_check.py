@@ -29,7 +29,8 @@ from sftplay.export.merge import find_adapter, load_unquantised, move_to_gpu
 from sftplay.generate.generate import Generator
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import first_line
-from sftplay.model.load import attach_for_merging, load_result
+from sftplay.model.load import load_result
+from sftplay.model.merging import attach_for_merging
 from sftplay.model.tokenizer import end_token_ids, load_tokenizer
 from sftplay.units import plural
 

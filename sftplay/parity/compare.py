@@ -20,7 +20,7 @@ from sftplay.export.merge import load_unquantised, move_to_gpu
 from sftplay.export.merge_check import merge_by_peft
 from sftplay.generate.generate import Generator
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.load import attach_for_merging
+from sftplay.model.merging import attach_for_merging
 from sftplay.parity.engine import Answer, EngineReply, Question
 
 

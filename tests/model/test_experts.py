@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sftplay.config.run import LoraConfig
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter, describe_experts
-from sftplay.model.load import merge_adapter
+from sftplay.model.merging import merge_adapter
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
