@@ -365,7 +365,9 @@ def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: 
                 info = {**entry, ("file_name" if "/" not in place and "." in place else "hf_hub_url"): place}
     if info is None:
         why = f"what {name} is stands in dataset_info.json, which is not here: write the path of its file"
-        return DataSet(str(root / f"{name}.json"), answers={name: Answer("not_offered", "data.train_path", why)})
+        file = name if Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt") else f"{name}.json"
+        path = find_file(root / file, foreign.folder / file) or root / file
+        return DataSet(str(path), answers={name: Answer("not_offered", "data.train_path", why)})
     columns, tags = (info[key] if isinstance(info.get(key), dict) else {} for key in ("columns", "tags"))
     if {"images", "videos", "audios"} & set(columns):
         answer = Answer("not_offered", "task_mode", rows["why_images"], {"task_mode": "multimodal"}, True)
