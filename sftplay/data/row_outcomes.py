@@ -161,7 +161,7 @@ class RowProcessor:
             outcome.refused = next((example.problem for example in group if example.problem), "")
             for example in [] if outcome.refused else group:
                 outcome.n_escaped += example.n_escaped
-                outcome.lengths.append(len(example.input_ids))
+                outcome.lengths.append(example.n_tokens or len(example.input_ids))
                 outcome.learnable += _count_learned(example.labels)
                 fitted = self._cut(example)
                 if isinstance(fitted, Example):

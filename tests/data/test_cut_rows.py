@@ -53,6 +53,14 @@ def test_a_cut_that_loses_next_to_nothing_is_not_said_to_lose_0_percent(written,
     assert report["warnings"] == []
 
 
+def test_a_row_of_which_only_the_beginning_was_tokenised_is_as_long_as_all_of_it(written, tokenizer):
+    """1,000,000 characters and 64 for each token that can be used are read of it; the rest is reckoned."""
+    report = load_examples(written([*[5] * 40, 600_000], too_long="truncate"), tokenizer).report
+    assert report["cut"] == 1
+    assert report["longest_tokens"] == pytest.approx(600_000, rel=0.01)
+    assert report["longest_tokens"] % 1000 == 0
+
+
 def test_rows_that_lose_most_of_their_answers_are_refused_with_the_length_to_write(written, tokenizer):
     cfg = written([*[5] * 20, *[300] * 20])
     for _ in range(2):  # the second time the rows come from the cache
