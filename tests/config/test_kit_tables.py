@@ -64,6 +64,29 @@ def test_every_argument_of_the_installed_transformers_has_an_answer_for_ms_swift
     assert sorted(name for name in names if read_kits()["swift"].find(name) is None) == []
 
 
+def test_the_arguments_of_ms_swifts_megatron_mean_the_same_run(tmp_path):
+    """ms-swift 4.6.0, swift/megatron/arguments/megatron_args.py: global_batch_size has the rows of all GPUs."""
+    keys = {
+        "micro_batch_size": 4, "global_batch_size": 16, "lr_decay_style": "inverse-square-root", "clip_grad": 0.5,
+        "adam_eps": 1e-7, "train_iters": 200, "lr_warmup_iters": 20, "optimizer": "adam", "fp8_format": "hybrid",
+    }  # fmt: skip
+    path = tmp_path / "swift.yaml"
+    path.write_text(yaml.safe_dump(CASES["swift-bare"] | keys, sort_keys=False))
+    made = import_config(path, nproc=8)
+    written, fields = dict(flat(yaml.safe_load(made.text))), {one["key"]: one for one in made.fields}
+    assert (written["train.effective_batch_size"], fields["micro_batch_size"]["why"]) == (
+        16,
+        "global_batch_size decides",
+    )
+    names = ("lr_scheduler", "max_grad_norm", "warmup_ratio", "max_steps", "optim")
+    assert [written[f"train.{name}"] for name in names] == ["inverse_sqrt", 0.5, 0.1, 200, "adamw_torch_fused"]
+    assert written["train.extra.adam_epsilon"] == 1e-7
+    assert [key for key in keys if fields[key]["verdict"] == "not_offered"] == ["fp8_format"]
+    assert "not known" not in made.text
+    wsd, fields, _ = imported(tmp_path, "swift-bare", lr_decay_style="WSD")
+    assert (wsd["train.lr_scheduler"], fields["lr_decay_style"]["verdict"]) == ("warmup_stable_decay", "not_offered")
+
+
 def test_what_ms_swift_does_in_silence_is_written(tmp_path):
     written, _, made = imported(tmp_path, "swift-bare")
     assert written == {
