@@ -700,6 +700,19 @@ def test_a_data_set_of_llamafactory_that_is_named_by_its_file_keeps_its_suffix(t
         assert (ours["data"]["train_path"], fields["dataset"]["verdict"]) == (path, "not_offered")
 
 
+def test_a_config_of_llamafactorys_v1_trainer_is_refused_by_name_and_gets_no_defaults_of_the_older_one(tmp_path):
+    """src/llamafactory/v1/config/*.py has keys and defaults of its own."""
+    path = tmp_path / "v1.yaml"
+    path.write_text(yaml.safe_dump({
+        "model": "Qwen/Qwen3-0.6B", "model_class": "llm", "template": "qwen3", "train_dataset": "data/rows.yaml",
+        "dist_config": {"name": "fsdp2"}, "peft_config": {"name": "lora", "r": 16}, "micro_batch_size": 1, "bf16": True,
+    }))  # fmt: skip
+    made = import_config(path)
+    assert "\n# - train_dataset: data/rows.yaml - this is a config of LLaMA-Factory's v1 trainer" in made.text
+    assert "v1" in str(made.problems[0])
+    assert {one["key"]: one["verdict"] for one in made.fields}["peft_config.r"] == "not_offered"
+
+
 @pytest.mark.parametrize("info", [[], {"rows": []}, {"rows": {"file_name": "r.json", "columns": ["a"], "tags": "b"}}])
 def test_an_odd_dataset_info_is_no_traceback(info, tmp_path):
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
