@@ -713,6 +713,14 @@ def test_a_config_of_llamafactorys_v1_trainer_is_refused_by_name_and_gets_no_def
     assert {one["key"]: one["verdict"] for one in made.fields}["peft_config.r"] == "not_offered"
 
 
+def test_splits_that_are_not_read_are_said(tmp_path):
+    """alignment-handbook's dataset_splits name the parts to train on and to hold out."""
+    mixer = {"dataset_name": None, "dataset_mixer": {"org/pairs": 1.0}}
+    for splits, verdict in ((["train_prefs", "test_prefs"], "not_offered"), (["train", "test"], "no_effect")):
+        _, fields, _ = imported(tmp_path, "trl-bare", dataset_splits=splits, **mixer)
+        assert fields["dataset_splits"]["verdict"] == verdict
+
+
 @pytest.mark.parametrize("info", [[], {"rows": []}, {"rows": {"file_name": "r.json", "columns": ["a"], "tags": "b"}}])
 def test_an_odd_dataset_info_is_no_traceback(info, tmp_path):
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))

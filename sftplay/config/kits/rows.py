@@ -436,7 +436,8 @@ def read_trl(key: str, foreign: Foreign) -> list[DataSet]:
                 _trl_set(entry, f"{place}.{number}") for number, entry in enumerate(entries) if isinstance(entry, dict)
             ]
     if isinstance(shares := foreign.get("dataset_mixer"), dict) and shares:
-        split = Answer("no_effect", None, "only the split train is read")
+        chosen = [str(name) for name in foreign.get("dataset_splits") or () if str(name) not in ("train", "test")]
+        split = _part(" and ".join(chosen) or None, "train")
         return [
             DataSet(name, answers={f"dataset_mixer.{name}": _whole(share), "dataset_splits": split})
             for name, share in shares.items()
