@@ -721,6 +721,20 @@ def test_splits_that_are_not_read_are_said(tmp_path):
         assert fields["dataset_splits"]["verdict"] == verdict
 
 
+def test_packed_documents_of_axolotl_are_full_blocks(tmp_path):
+    """axolotl 0.18.0, utils/data/streaming.py: encode_packed_streaming fills micro_batch_size x sequence_len tokens."""
+    documents = {"datasets": None, "pretraining_dataset": [{"path": "org/documents"}], "sample_packing": True}
+    ours, fields, made = imported(tmp_path, "axolotl-bare", **documents)
+    assert (ours["task_mode"], fields["sample_packing"]["verdict"]) == ("cpt", "auto")
+    assert "rows in a block" not in made.text
+
+
+def test_one_label_is_what_a_reward_model_of_axolotl_has(tmp_path):
+    pairs = [{"path": "a.jsonl", "type": "bradley_terry.chat_template"}]
+    _, fields, _ = imported(tmp_path, "axolotl-bare", reward_model=True, num_labels=1, datasets=pairs)
+    assert fields["num_labels"]["verdict"] == "no_effect"
+
+
 @pytest.mark.parametrize("info", [[], {"rows": []}, {"rows": {"file_name": "r.json", "columns": ["a"], "tags": "b"}}])
 def test_an_odd_dataset_info_is_no_traceback(info, tmp_path):
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))

@@ -249,11 +249,12 @@ def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_packing(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Rows packed into blocks. Other kits count blocks where this one counts rows, which `why` says. `with`: the reader
-    and the key of the data sets: documents, and several sets, are blocks in any case; `forces`: a key that does it."""
+    and the keys of the data sets: documents, and several sets, are blocks in any case; `forces`: a key that does it."""
     packs = leaf.value in (True, "true", "True")
     if "with" in rule:
         packs = packs or foreign.get(rule["with"].get("forces", "")) is True
-        sets = READERS[rule["with"]["reader"]](rule["with"]["sets"], foreign)
+        keys = rule["with"]["sets"].split()
+        sets = [one for key in keys for one in READERS[rule["with"]["reader"]](key, foreign)]
         if sets and (len(sets) > 1 or sets[0].kind == "cpt"):
             return Answer("auto", "task_mode", "the rows are full blocks of model.max_seq_len tokens")
     if packs and _hands_on_states(foreign):
