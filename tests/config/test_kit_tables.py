@@ -179,8 +179,8 @@ GRPO = {
     },
     "verl-grpo": {
         "grpo.num_generations": 8, "grpo.max_prompt_length": 512, "grpo.max_completion_length": 1024,
-        "model.max_seq_len": 1536, "grpo.loss_type": "dr_grpo", "grpo.importance_sampling_level": "sequence",
-        "grpo.scale_rewards": "none", "grpo.beta": 0.001, "grpo.delta": 3.0, "grpo.epsilon_high": 0.28,
+        "model.max_seq_len": 1536, "grpo.loss_type": "grpo", "grpo.importance_sampling_level": "sequence",
+        "grpo.scale_rewards": "none", "grpo.beta": 0.001, "grpo.delta": None, "grpo.epsilon_high": 0.28,
         "grpo.steps_per_generation": 4, "train.effective_batch_size": 2048, "train.save_steps": 80,
         "train.eval_steps": 20, "train.warmup_ratio": 0.1, "grpo.extra.use_bias_correction_kl": False,
         "data.val_path": "test.parquet",
@@ -193,6 +193,41 @@ def test_grpo_of_another_kit_becomes_task_mode_grpo(case, tmp_path):
     written, _, made = imported(tmp_path, case)
     assert made.problems == []
     assert {key: written.get(key) for key in {"task_mode": "grpo"} | GRPO[case]} == {"task_mode": "grpo"} | GRPO[case]
+
+
+@pytest.mark.parametrize(
+    ("loss", "agg", "written"),
+    [
+        ("gspo", "token-mean", ("grpo", None)),
+        ("vanilla", "seq-mean-token-mean", ("grpo", 3.0)),
+        ("vanilla", "seq-mean-token-sum-norm", ("dr_grpo", 3.0)),
+        ("cispo", "token-mean", ("cispo", None)),
+        ("sapo", "token-mean", ("sapo", None)),
+    ],
+)
+def test_each_policy_loss_of_verl_has_its_own_mean_and_bounds(loss, agg, written, tmp_path):
+    """verl b178a3c, trainer/ppo/core_algos.py: only the clipped loss reads clip_ratio_c, and gspo takes the mean of each
+    completion whatever loss_agg_mode says."""
+    actor = CASES["verl-grpo"]["actor_rollout_ref"]
+    changed = actor["actor"] | {"policy_loss": {"loss_mode": loss}, "loss_agg_mode": agg, "clip_ratio_high": None}
+    ours, _, made = imported(tmp_path, "verl-grpo", actor_rollout_ref=actor | {"actor": changed})
+    assert (ours["grpo.loss_type"], ours.get("grpo.delta"), made.problems) == (*written, [])
+
+
+def test_prompts_that_verl_leaves_out_do_not_end_the_run_here(tmp_path):
+    """verl, utils/dataset/rl_dataset.py: filter_overlong_prompts goes before truncation."""
+    assert imported(tmp_path, "verl-grpo")[0]["data.too_long"] == "drop"
+    data = CASES["verl-grpo"]["data"] | {"filter_overlong_prompts": False}
+    assert imported(tmp_path, "verl-grpo", data=data)[0]["data.too_long"] == "error"
+    assert imported(tmp_path, "verl-sft")[0]["data.too_long"] == "truncate"
+
+
+def test_a_column_of_verl_that_holds_question_and_answer_is_not_named_as_either(tmp_path):
+    data = {"train_files": "train.parquet", "prompt_key": "extra_info", "response_key": "extra_info"}
+    data |= {"prompt_dict_keys": ["question"], "response_dict_keys": ["answer"]}
+    ours, fields, _ = imported(tmp_path, "verl-sft-older", data=data)
+    assert not [key for key in ours if key.startswith("data.columns")]
+    assert {fields[f"data.{side}_dict_keys"]["verdict"] for side in ("prompt", "response")} == {"not_offered"}
 
 
 def test_corrections_for_the_sampler_and_lengths_of_other_kits_become_keys(tmp_path):
