@@ -206,8 +206,8 @@ def test_grpo_of_another_kit_becomes_task_mode_grpo(case, tmp_path):
     ],
 )
 def test_each_policy_loss_of_verl_has_its_own_mean_and_bounds(loss, agg, written, tmp_path):
-    """verl b178a3c, trainer/ppo/core_algos.py: only the clipped loss reads clip_ratio_c, and gspo takes the mean of each
-    completion whatever loss_agg_mode says."""
+    """verl b178a3c, trainer/ppo/core_algos.py: only the clipped loss reads clip_ratio_c, and gspo takes the mean of
+    each completion whatever loss_agg_mode says."""
     actor = CASES["verl-grpo"]["actor_rollout_ref"]
     changed = actor["actor"] | {"policy_loss": {"loss_mode": loss}, "loss_agg_mode": agg, "clip_ratio_high": None}
     ours, _, made = imported(tmp_path, "verl-grpo", actor_rollout_ref=actor | {"actor": changed})
@@ -300,6 +300,24 @@ def test_vllm_is_written_where_it_is_installed(tmp_path, monkeypatch):
     shared, _, _ = imported(tmp_path, "swift-grpo")
     vllm = {"grpo.generation": "vllm_colocate", "grpo.vllm.memory_share": 0.5, "grpo.vllm.sleep": True}
     assert {key: shared[key] for key in vllm} == vllm
+
+
+def test_axolotl_samples_as_trl_does_by_default_and_by_vllm_only_where_it_is_asked_to(tmp_path, monkeypatch):
+    """axolotl 0.18.0, core/trainers/grpo/__init__.py, hands vllm_mode on where use_vllm is on; TRL's default is
+    colocate, and gdpo normalises each reward (core/builders/rl.py)."""
+    monkeypatch.setattr("sftplay.places.find_python", lambda: "python")
+    monkeypatch.setattr("sftplay.config.kits.conversions.find_python", lambda: "python")
+    rewards = {"reward_funcs": ["mine.short"], "num_generations": 2, "max_completion_length": 64}
+    vllm = {"gpu_memory_utilization": 0.4}
+    for trl, generation, share in (
+        ({"use_vllm": True}, "vllm_colocate", 0.4),
+        ({"use_vllm": True, "vllm_mode": "server"}, "vllm_server", None),
+        ({"use_vllm": False, "vllm_mode": "server"}, None, None),
+    ):
+        ours, _, made = imported(tmp_path, "axolotl-bare", rl="grpo", trl=rewards | trl, vllm=vllm)
+        assert (ours.get("grpo.generation"), ours.get("grpo.vllm.memory_share")) == (generation, share), trl
+        assert (ours.get("grpo.aggregation"), made.problems) == (None, [])
+    assert imported(tmp_path, "axolotl-bare", rl="gdpo", trl=rewards)[0]["grpo.aggregation"] == "normalize_then_sum"
 
 
 @pytest.mark.parametrize(
