@@ -267,6 +267,27 @@ def test_verls_penalty_for_length_is_taken_only_where_it_is_on(tmp_path):
     assert taken(enable=False, penalty_factor=0.5) == taken(enable=False, penalty_factor=1) == (None, set())
 
 
+def test_verls_older_place_of_the_penalty_for_length_is_read(tmp_path):
+    buffer = {"overlong_buffer": {"enable": True, "len": 128, "penalty_factor": 0.5}}
+    written, answers, _ = imported(tmp_path, "verl-grpo", reward_model=buffer)
+    assert written["grpo.overlong_buffer"] == 128
+    assert answers["reward_model.overlong_buffer.penalty_factor"]["verdict"] == "not_offered"
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "changes"),
+    [
+        ("verl-grpo", "data.shuffle", {"data": CASES["verl-grpo"]["data"] | {"shuffle": False}}),
+        ("swift-bare", "dataset_shuffle", {"dataset_shuffle": False}),
+        ("swift-bare", "train_dataloader_shuffle", {"train_dataloader_shuffle": False}),
+    ],
+)
+def test_rows_that_a_kit_reads_in_the_order_of_their_file_are_said_to_be_shuffled_here(case, key, changes, tmp_path):
+    _, answers, made = imported(tmp_path, case, **changes)
+    assert answers[key]["verdict"] == "not_offered"
+    assert f"# - {key}: false - rows come in an order that the seed decides" in made.text
+
+
 def test_groups_that_verl_samples_again_are_not_called_a_thing_that_is_not_offered(tmp_path):
     groups = {"enable": True, "metric": "acc", "max_num_gen_batches": 10}
     written, answers, _ = imported(
