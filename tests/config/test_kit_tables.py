@@ -4,6 +4,7 @@ GRPO of all three becomes task_mode grpo."""
 from __future__ import annotations
 
 import ast
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,28 @@ def test_groups_that_verl_samples_again_are_not_called_a_thing_that_is_not_offer
     assert written["grpo.dynamic_sampling_rounds"] == 3
     for key in ("metric", "max_num_gen_batches"):
         assert "which is not offered" not in answers[f"algorithm.filter_groups.{key}"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"dataset_mixture": {"datasets": [{"id": "org/x", "split": s} for s in ("train_sft", "test_sft")]}},
+         "dataset_mixture.datasets.1.id"),
+        ({"loss_type": "sigmoid", "datasets": [{"path": "org/x", "split": s} for s in ("train", "more")]},
+         "datasets.1.path"),
+    ],
+)  # fmt: skip
+def test_a_data_set_that_a_mixture_names_by_its_parts_is_read_once(changes, where, tmp_path):
+    """As alignment-handbook's recipes do; a part cannot be chosen here, and twice the same rows are no mixture."""
+    ours, answers, made = imported(tmp_path, "trl-bare", **({"dataset_name": None} | changes))
+    assert (ours["data.train_path"], ours.get("task_mode", "sft") in ("sft", "dpo"), made.problems) == (
+        "org/x",
+        True,
+        [],
+    )
+    assert "datasets" not in ours
+    assert "it is named before, and read once" in answers[where]["why"]
+    assert re.search(f"^# - {where}: org/x - .*read once", made.text, re.M)
 
 
 def test_a_reward_that_is_code_of_the_kit_is_named(tmp_path):

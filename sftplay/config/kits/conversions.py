@@ -13,7 +13,7 @@ from typing import Any
 
 from sftplay.config.keys import all_keys, general_key
 from sftplay.config.kits import rows
-from sftplay.config.kits.rows import READERS, find_shipped
+from sftplay.config.kits.rows import find_shipped, read_sets
 from sftplay.config.kits.table import (
     Answer,
     Foreign,
@@ -253,8 +253,7 @@ def convert_packing(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     packs = leaf.value in (True, "true", "True")
     if "with" in rule:
         packs = packs or foreign.get(rule["with"].get("forces", "")) is True
-        keys = rule["with"]["sets"].split()
-        sets = [one for key in keys for one in READERS[rule["with"]["reader"]](key, foreign)]
+        sets = read_sets(rule["with"]["reader"], rule["with"]["sets"], foreign)
         if sets and (len(sets) > 1 or sets[0].kind == "cpt"):
             return Answer("auto", "task_mode", "the rows are full blocks of model.max_seq_len tokens")
     if packs and _hands_on_states(foreign):
