@@ -321,6 +321,15 @@ def test_a_data_set_that_a_mixture_names_by_its_parts_is_read_once(changes, wher
     assert re.search(f"^# - {where}: org/x - .*read once", made.text, re.M)
 
 
+def test_a_file_that_does_not_say_which_trainer_of_pairs_reads_it_is_said_to_be_taken_for_dpos(tmp_path):
+    """alignment-handbook's ORPO recipe has beta alone, as those of DPO: the script decides."""
+    said = "the file does not say which trainer reads it"
+    ours, _, made = imported(tmp_path, "trl-bare", beta=0.05)
+    assert (ours["task_mode"], f"# - beta: 0.05 - {said}" in made.text) == ("dpo", True)
+    for changes in ({"loss_type": "sigmoid"}, {"desirable_weight": 1.0}):
+        assert said not in imported(tmp_path, "trl-bare", beta=0.05, **changes)[2].text
+
+
 def test_a_reward_that_is_code_of_the_kit_is_named(tmp_path):
     for case, key in (("swift-grpo", "reward_funcs"), ("trl-grpo", "reward_funcs")):
         _, answers, _ = imported(tmp_path, case)
