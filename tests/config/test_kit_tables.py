@@ -268,6 +268,12 @@ def test_verls_penalty_for_length_is_taken_only_where_it_is_on(tmp_path):
     assert taken(enable=False, penalty_factor=0.5) == taken(enable=False, penalty_factor=1) == (None, set())
 
 
+def test_where_lora_comes_nearest_it_has_the_rank_of_the_file(tmp_path):
+    ours, answers, _ = imported(tmp_path, "swift-bare", tuner_type="longlora", lora_rank=4)
+    assert (ours["tuning.mode"], ours.get("tuning.lora.r"), ours.get("tuning.lora.alpha")) == ("lora", 4, 32)
+    assert (answers["tuner_type"]["verdict"], answers["lora_rank"]["verdict"]) == ("not_offered", "translated")
+
+
 def test_verls_older_place_of_the_penalty_for_length_is_read(tmp_path):
     buffer = {"overlong_buffer": {"enable": True, "len": 128, "penalty_factor": 0.5}}
     written, answers, _ = imported(tmp_path, "verl-grpo", reward_model=buffer)
