@@ -713,6 +713,15 @@ def test_a_config_of_llamafactorys_v1_trainer_is_refused_by_name_and_gets_no_def
     assert {one["key"]: one["verdict"] for one in made.fields}["peft_config.r"] == "not_offered"
 
 
+def test_a_shell_script_is_refused_with_what_can_be_read_instead(tmp_path):
+    """Most examples of ms-swift and verl are scripts; both write the whole config of a run."""
+    script = tmp_path / "sft.sh"
+    script.write_text("#!/bin/bash\nswift sft --model Qwen/Qwen3-0.6B \\\n  --lora_rank 8\n")
+    with pytest.raises(ConfigError, match="is a shell script") as refusal:
+        import_config(script)
+    assert all(word in refusal.value.fix for word in ("`lora_rank: 8`", "args.json", ".hydra/config.yaml"))
+
+
 def test_splits_that_are_not_read_are_said(tmp_path):
     """alignment-handbook's dataset_splits name the parts to train on and to hold out."""
     mixer = {"dataset_name": None, "dataset_mixer": {"org/pairs": 1.0}}
