@@ -215,6 +215,16 @@ def test_each_policy_loss_of_verl_has_its_own_mean_and_bounds(loss, agg, written
     assert (ours["grpo.loss_type"], ours.get("grpo.delta"), made.problems) == (*written, [])
 
 
+def test_what_verl_has_off_by_default_is_no_difference(tmp_path):
+    """verl b178a3c, trainer/config/_generated_ppo_trainer.yaml, which a run keeps as .hydra/config.yaml."""
+    base = CASES["verl-grpo"]["actor_rollout_ref"]
+    actor = base["actor"] | {"sum_pi_squared_checkpointing": False, "router_replay": {"mode": "disabled"}}
+    rollout = base["rollout"] | {"skip_rollout": False, "skip_dump_dir": "/tmp/x"}
+    ours = imported(tmp_path, "verl-grpo", actor_rollout_ref=base | {"actor": actor, "rollout": rollout})[1]
+    for key in ("actor.sum_pi_squared_checkpointing", "actor.router_replay.mode", "rollout.skip_dump_dir"):
+        assert ours[f"actor_rollout_ref.{key}"]["verdict"] == "no_effect"
+
+
 def test_prompts_that_verl_leaves_out_do_not_end_the_run_here(tmp_path):
     """verl, utils/dataset/rl_dataset.py: filter_overlong_prompts goes before truncation."""
     assert imported(tmp_path, "verl-grpo")[0]["data.too_long"] == "drop"
