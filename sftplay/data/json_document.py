@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from typing import TextIO
 
-from sftplay.data.files import BOM, BROKEN_JSON, LONGEST, TOO_LONG, Charset
+from sftplay.data.files import BOM, BROKEN_JSON, LONGEST, TOO_LONG, Charset, listed
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
@@ -140,7 +141,9 @@ def _array_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
 
 
 def _object_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
-    """Yield the rows of the one list in the object that begins here; the object itself where it is a row."""
+    """Yield the rows of the one list in the object that begins here; the object itself where it is a row.
+    Raise DataError where several lists hold rows.
+    """
     from sftplay.data.layouts import detect_layout  # imports the config, which rows of text do without
 
     charset, names, lists = text.charset, [], []
@@ -158,10 +161,23 @@ def _object_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
             members.skip(":")
             members.next_character()
             line, value = members.line, members.next_value()
-            lists += [(value, line)] if value.startswith("[") else []
+            lists += [(names[-1], value, line)] if value.startswith("[") else []
             members.skip(",")
-    if detect_layout(names) is None and len(lists) == 1:
-        rows, line = lists[0]
+    has_rows = detect_layout(names) is None
+    if has_rows and len(lists) > 1:
+        firsts = [row for _, rows, _ in lists for row in json.loads(rows)[:1] if isinstance(row, dict)]
+        has_rows = any(detect_layout(row) for row in firsts)
+    if has_rows and len(lists) > 1:
+        path, names = str(charset.file), [name for name, *_ in lists]
+        opened = "__import__('gzip').open" if path.endswith(".gz") else "open"
+        code = (
+            f"import json, sys; path = sys.argv[1]; rows = json.load({opened}(path, 'rb')); "
+            f"[json.dump(rows[k], open(f'{{path}}.{{k}}.json', 'w')) for k in rows if isinstance(rows[k], list)]"
+        )
+        fix = f'split it, for data.train_path and data.val_path: python3 -c "{code}" {shlex.quote(path)}'
+        raise DataError(f"is one object with several lists of rows: {listed(names)}", where=f"{path}:{first}", fix=fix)
+    if has_rows and lists:
+        _, rows, line = lists[0]
         yield from _array_rows(_Text(charset, io.StringIO(rows, newline=""), line=line))
     else:
         yield Source(str(charset.file), first), charset.refused() if charset.refuses(whole) else whole

@@ -95,11 +95,13 @@ def load_examples(
             )
         raise DataError(what, where=cfg.rows_path, fix=fix)
     if train and train["lost_to_cut_share"] > 0.5 and "data.too_long" not in cfg.origins:
+        from sftplay.plan.find_shape import advise_length
+
         raise DataError(
             f"{train['lost_to_cut_share']:.0%} of the tokens to learn lie behind the cut at {cfg.model.max_seq_len:,}"
             f" tokens; the longest row has {train['longest_tokens']:,}",
             where=cfg.rows_path,
-            fix=f"write model.max_seq_len: {train['tokens_that_keep_99_percent']}, which keeps 99 % of the rows whole;"
+            fix=f"{advise_length(cfg.model, train['tokens_that_keep_99_percent'])};"
             " or data.too_long: drop, or truncate where the cut is meant",
         )
     return examples

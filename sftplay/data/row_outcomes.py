@@ -161,7 +161,7 @@ class RowProcessor:
             outcome.refused = next((example.problem for example in group if example.problem), "")
             for example in [] if outcome.refused else group:
                 outcome.n_escaped += example.n_escaped
-                outcome.lengths.append(len(example.input_ids))
+                outcome.lengths.append(example.n_tokens or len(example.input_ids))
                 outcome.learnable += _count_learned(example.labels)
                 fitted = self._cut(example)
                 if isinstance(fitted, Example):
@@ -328,9 +328,7 @@ class RowCounts:
             "typed_specials": self.with_special_tokens,
             "with_system": self.with_system,
             "unused_columns": dict(sorted(self.unused_columns.items())),
-            "examples": self.examples,
-            "tokens": self.tokens,
-            "trainable_tokens": self.trainable_tokens,
+            **{name: getattr(self, name) for name in ("examples", "tokens", "trainable_tokens")},
             "trainable_token_share": self.trainable_tokens / max(self.tokens, 1),
             "eos_in_loss_share": self.ends_learned / max(self.examples, 1),
             "lost_to_cut_share": self.lost_share,

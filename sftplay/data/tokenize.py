@@ -24,6 +24,7 @@ from sftplay.data.records import Refused, Source
 from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.row_outcomes import (
     CUT_AWAY,
+    FIX_CUT,
     SIDES,
     Example,
     RawRow,
@@ -292,13 +293,9 @@ class Preparation:
         self._policies.check()
         counts = self._policies.counts["train"]
         if counts.chat_examples and not counts.ends_learned:  # such a model would never stop
-            raise DataError(
-                f"the end-of-turn token is in the loss of none of {counts.chat_examples:,} examples: all are cut at"
-                f" {self._max_tokens:,} tokens, the longest has {counts.longest:,}",
-                where=paths[0],
-                fix=f"write model.max_seq_len: {counts.length_that_keeps(KEPT_WHOLE)}, which keeps 99 % of the rows"
-                " whole, or leave longer rows out with data.too_long: drop",
-            )
+            what = f"the end-of-turn token is in the loss of none of {counts.chat_examples:,} examples: all are cut at"
+            what += f" {self._max_tokens:,} tokens; 99 % have up to {counts.length_that_keeps(KEPT_WHOLE):,}"
+            raise DataError(what, where=paths[0], fix=FIX_CUT)
         output.finish(self._report(inputs))
 
     def _guard(self, given: Input) -> None:

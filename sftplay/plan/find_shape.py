@@ -15,6 +15,7 @@ from sftplay.errors import ConfigError
 from sftplay.places import find_hub_cache
 
 if TYPE_CHECKING:
+    from sftplay.config.run import ModelConfig
     from sftplay.plan.shape import ModelShape
 
 
@@ -41,6 +42,22 @@ def find_shape(
     table = read_table()
     same = [table[name]] if name in table else [table[known] for known in table if known.rpartition("/")[2] == name]
     return known_or_built(same[0], name=name) if same and all(entry == same[0] for entry in same) else None
+
+
+def advise_length(model: ModelConfig, tokens: int) -> str:
+    """Return what to do about rows that are cut, where 99 % of them would fit into `tokens`: write that, or as many as
+    the model has positions, where these are known here."""
+    try:
+        shape = find_shape(model.name, model.revision)
+    except ConfigError:
+        shape = None
+    most = (shape.max_positions if shape else None) or tokens
+    if tokens <= most:
+        return f"write model.max_seq_len: {tokens}, which keeps 99 % of the rows whole"
+    need = f"99 % of the rows need {tokens}"
+    if model.max_seq_len < most:
+        return f"write model.max_seq_len: {most}, all the positions that {model.name} has ({need})"
+    return f"shorten or split the rows: {model.name} has {most} positions, and {need}"
 
 
 def find_config(name: str, revision: str | None = None) -> Path | None:

@@ -693,6 +693,57 @@ def test_the_best_checkpoint_as_the_result_is_said_at_the_top(tmp_path):
         assert re.search("^# - save_strategy: best - .*the best ones are the result", made.text, re.M), case
 
 
+def test_a_data_set_of_llamafactory_that_is_named_by_its_file_keeps_its_suffix(tmp_path):
+    (tmp_path / "x.jsonl").write_text("")
+    for name, path in (("x.json", "data/x.json"), ("x.jsonl", str(tmp_path / "x.jsonl")), ("x", "data/x.json")):
+        ours, fields, _ = imported(tmp_path, "llamafactory-lora", dataset=name)
+        assert (ours["data"]["train_path"], fields["dataset"]["verdict"]) == (path, "not_offered")
+
+
+def test_a_config_of_llamafactorys_v1_trainer_is_refused_by_name_and_gets_no_defaults_of_the_older_one(tmp_path):
+    """src/llamafactory/v1/config/*.py has keys and defaults of its own."""
+    path = tmp_path / "v1.yaml"
+    path.write_text(yaml.safe_dump({
+        "model": "Qwen/Qwen3-0.6B", "model_class": "llm", "template": "qwen3", "train_dataset": "data/rows.yaml",
+        "dist_config": {"name": "fsdp2"}, "peft_config": {"name": "lora", "r": 16}, "micro_batch_size": 1, "bf16": True,
+    }))  # fmt: skip
+    made = import_config(path)
+    assert "\n# - train_dataset: data/rows.yaml - this is a config of LLaMA-Factory's v1 trainer" in made.text
+    assert "v1" in str(made.problems[0])
+    assert {one["key"]: one["verdict"] for one in made.fields}["peft_config.r"] == "not_offered"
+
+
+def test_a_shell_script_is_refused_with_what_can_be_read_instead(tmp_path):
+    """Most examples of ms-swift and verl are scripts; both write the whole config of a run."""
+    script = tmp_path / "sft.sh"
+    script.write_text("#!/bin/bash\nswift sft --model Qwen/Qwen3-0.6B \\\n  --lora_rank 8\n")
+    with pytest.raises(ConfigError, match="is a shell script") as refusal:
+        import_config(script)
+    assert all(word in refusal.value.fix for word in ("`lora_rank: 8`", "args.json", ".hydra/config.yaml"))
+
+
+def test_splits_that_are_not_read_are_said(tmp_path):
+    """alignment-handbook's dataset_splits name the parts to train on and to hold out."""
+    mixer = {"dataset_name": None, "dataset_mixer": {"org/pairs": 1.0}}
+    for splits, verdict in ((["train_prefs", "test_prefs"], "not_offered"), (["train", "test"], "no_effect")):
+        _, fields, _ = imported(tmp_path, "trl-bare", dataset_splits=splits, **mixer)
+        assert fields["dataset_splits"]["verdict"] == verdict
+
+
+def test_packed_documents_of_axolotl_are_full_blocks(tmp_path):
+    """axolotl 0.18.0, utils/data/streaming.py: encode_packed_streaming fills micro_batch_size x sequence_len tokens."""
+    documents = {"datasets": None, "pretraining_dataset": [{"path": "org/documents"}], "sample_packing": True}
+    ours, fields, made = imported(tmp_path, "axolotl-bare", **documents)
+    assert (ours["task_mode"], fields["sample_packing"]["verdict"]) == ("cpt", "auto")
+    assert "rows in a block" not in made.text
+
+
+def test_one_label_is_what_a_reward_model_of_axolotl_has(tmp_path):
+    pairs = [{"path": "a.jsonl", "type": "bradley_terry.chat_template"}]
+    _, fields, _ = imported(tmp_path, "axolotl-bare", reward_model=True, num_labels=1, datasets=pairs)
+    assert fields["num_labels"]["verdict"] == "no_effect"
+
+
 @pytest.mark.parametrize("info", [[], {"rows": []}, {"rows": {"file_name": "r.json", "columns": ["a"], "tags": "b"}}])
 def test_an_odd_dataset_info_is_no_traceback(info, tmp_path):
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
@@ -714,15 +765,30 @@ def test_a_name_too_long_for_a_file_is_no_traceback(tmp_path):
     assert fields["dataset_dir"]["verdict"] == "no_effect"
 
 
-def test_files_by_their_splits_are_read_and_gpus_that_share_rows_are_said(tmp_path):
+def test_files_by_their_splits_are_read(tmp_path):
     sets = [{"path": "json", "data_files": {"train": "a.jsonl"}, "type": "alpaca"}]
     ours, fields, _ = imported(tmp_path, "axolotl-bare", datasets=sets)
     assert (ours["data"]["train_path"], fields["datasets.0.data_files.train"]["verdict"]) == ("a.jsonl", "translated")
-    path = write(tmp_path, "axolotl-bare", micro_batch_size=2, context_parallel_size=4)
-    assert (
-        "\n# - micro_batch_size: 2 - micro-batch 2 x accumulation 1 x GPUs 8; there some GPUs share a row"
-        in import_config(path, nproc=8).text
-    )
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "nproc", "rows"),
+    [
+        ("axolotl-bare", {"micro_batch_size": 2, "context_parallel_size": 4}, 8, 4),
+        ("axolotl-bare", {"micro_batch_size": 2, "sequence_parallel_degree": 4}, 8, 4),
+        ("axolotl-bare", {"micro_batch_size": 2, "sequence_parallel_degree": 4, "context_parallel_size": 4}, 8, 4),
+        ("axolotl-bare", {"micro_batch_size": 2, "tensor_parallel_size": 2, "sequence_parallel_degree": 2}, 16, 8),
+        ("axolotl-bare", {"micro_batch_size": 2, "sequence_parallel_degree": 4}, 1, 2),
+        ("swift-bare", {"batch_size": 2, "gradient_accumulation_steps": 3, "sequence_parallel_size": 4}, 8, 12),
+        ("swift-bare", {"batch_size": 1, "sequence_parallel_size": 4}, 8, 4),
+    ],
+)  # fmt: skip
+def test_gpus_that_share_a_row_are_one_in_the_rows_of_a_step(case, changes, nproc, rows, tmp_path):
+    """axolotl 0.18.0, utils/config/__init__.py, divides the GPUs; the older name holds where the new one is not given
+    (utils/schemas/validation.py). ms-swift 4.6.0, sequence_parallel/utils.py: a group reads the same rows, while
+    trainers/arguments.py accumulates to 16 rows of all GPUs."""
+    text = import_config(write(tmp_path, case, **changes), nproc=nproc).text
+    assert yaml.safe_load(text)["train"]["effective_batch_size"] == rows
 
 
 def test_a_switch_that_is_a_text_is_the_switch(tmp_path):

@@ -4,6 +4,7 @@ GRPO of all three becomes task_mode grpo."""
 from __future__ import annotations
 
 import ast
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,29 @@ def test_every_field_of_the_installed_trl_has_an_answer():
 def test_every_argument_of_the_installed_transformers_has_an_answer_for_ms_swift():
     names = ARGUMENTS | class_fields("transformers", "training_args_seq2seq.py")["Seq2SeqTrainingArguments"]
     assert sorted(name for name in names if read_kits()["swift"].find(name) is None) == []
+
+
+def test_the_arguments_of_ms_swifts_megatron_mean_the_same_run(tmp_path):
+    """ms-swift 4.6.0, swift/megatron/arguments/megatron_args.py: global_batch_size has the rows of all GPUs."""
+    keys = {
+        "micro_batch_size": 4, "global_batch_size": 16, "lr_decay_style": "inverse-square-root", "clip_grad": 0.5,
+        "adam_eps": 1e-7, "train_iters": 200, "lr_warmup_iters": 20, "optimizer": "adam", "fp8_format": "hybrid",
+    }  # fmt: skip
+    path = tmp_path / "swift.yaml"
+    path.write_text(yaml.safe_dump(CASES["swift-bare"] | keys, sort_keys=False))
+    made = import_config(path, nproc=8)
+    written, fields = dict(flat(yaml.safe_load(made.text))), {one["key"]: one for one in made.fields}
+    assert (written["train.effective_batch_size"], fields["micro_batch_size"]["why"]) == (
+        16,
+        "global_batch_size decides",
+    )
+    names = ("lr_scheduler", "max_grad_norm", "warmup_ratio", "max_steps", "optim")
+    assert [written[f"train.{name}"] for name in names] == ["inverse_sqrt", 0.5, 0.1, 200, "adamw_torch_fused"]
+    assert written["train.extra.adam_epsilon"] == 1e-7
+    assert [key for key in keys if fields[key]["verdict"] == "not_offered"] == ["fp8_format"]
+    assert "not known" not in made.text
+    wsd, fields, _ = imported(tmp_path, "swift-bare", lr_decay_style="WSD")
+    assert (wsd["train.lr_scheduler"], fields["lr_decay_style"]["verdict"]) == ("warmup_stable_decay", "not_offered")
 
 
 def test_what_ms_swift_does_in_silence_is_written(tmp_path):
@@ -156,8 +180,8 @@ GRPO = {
     },
     "verl-grpo": {
         "grpo.num_generations": 8, "grpo.max_prompt_length": 512, "grpo.max_completion_length": 1024,
-        "model.max_seq_len": 1536, "grpo.loss_type": "dr_grpo", "grpo.importance_sampling_level": "sequence",
-        "grpo.scale_rewards": "none", "grpo.beta": 0.001, "grpo.delta": 3.0, "grpo.epsilon_high": 0.28,
+        "model.max_seq_len": 1536, "grpo.loss_type": "grpo", "grpo.importance_sampling_level": "sequence",
+        "grpo.scale_rewards": "none", "grpo.beta": 0.001, "grpo.delta": None, "grpo.epsilon_high": 0.28,
         "grpo.steps_per_generation": 4, "train.effective_batch_size": 2048, "train.save_steps": 80,
         "train.eval_steps": 20, "train.warmup_ratio": 0.1, "grpo.extra.use_bias_correction_kl": False,
         "data.val_path": "test.parquet",
@@ -170,6 +194,51 @@ def test_grpo_of_another_kit_becomes_task_mode_grpo(case, tmp_path):
     written, _, made = imported(tmp_path, case)
     assert made.problems == []
     assert {key: written.get(key) for key in {"task_mode": "grpo"} | GRPO[case]} == {"task_mode": "grpo"} | GRPO[case]
+
+
+@pytest.mark.parametrize(
+    ("loss", "agg", "written"),
+    [
+        ("gspo", "token-mean", ("grpo", None)),
+        ("vanilla", "seq-mean-token-mean", ("grpo", 3.0)),
+        ("vanilla", "seq-mean-token-sum-norm", ("dr_grpo", 3.0)),
+        ("cispo", "token-mean", ("cispo", None)),
+        ("sapo", "token-mean", ("sapo", None)),
+    ],
+)
+def test_each_policy_loss_of_verl_has_its_own_mean_and_bounds(loss, agg, written, tmp_path):
+    """verl b178a3c, trainer/ppo/core_algos.py: only the clipped loss reads clip_ratio_c, and gspo takes the mean of
+    each completion whatever loss_agg_mode says."""
+    actor = CASES["verl-grpo"]["actor_rollout_ref"]
+    changed = actor["actor"] | {"policy_loss": {"loss_mode": loss}, "loss_agg_mode": agg, "clip_ratio_high": None}
+    ours, _, made = imported(tmp_path, "verl-grpo", actor_rollout_ref=actor | {"actor": changed})
+    assert (ours["grpo.loss_type"], ours.get("grpo.delta"), made.problems) == (*written, [])
+
+
+def test_what_verl_has_off_by_default_is_no_difference(tmp_path):
+    """verl b178a3c, trainer/config/_generated_ppo_trainer.yaml, which a run keeps as .hydra/config.yaml."""
+    base = CASES["verl-grpo"]["actor_rollout_ref"]
+    actor = base["actor"] | {"sum_pi_squared_checkpointing": False, "router_replay": {"mode": "disabled"}}
+    rollout = base["rollout"] | {"skip_rollout": False, "skip_dump_dir": "/tmp/x"}
+    ours = imported(tmp_path, "verl-grpo", actor_rollout_ref=base | {"actor": actor, "rollout": rollout})[1]
+    for key in ("actor.sum_pi_squared_checkpointing", "actor.router_replay.mode", "rollout.skip_dump_dir"):
+        assert ours[f"actor_rollout_ref.{key}"]["verdict"] == "no_effect"
+
+
+def test_prompts_that_verl_leaves_out_do_not_end_the_run_here(tmp_path):
+    """verl, utils/dataset/rl_dataset.py: filter_overlong_prompts goes before truncation."""
+    assert imported(tmp_path, "verl-grpo")[0]["data.too_long"] == "drop"
+    data = CASES["verl-grpo"]["data"] | {"filter_overlong_prompts": False}
+    assert imported(tmp_path, "verl-grpo", data=data)[0]["data.too_long"] == "error"
+    assert imported(tmp_path, "verl-sft")[0]["data.too_long"] == "truncate"
+
+
+def test_a_column_of_verl_that_holds_question_and_answer_is_not_named_as_either(tmp_path):
+    data = {"train_files": "train.parquet", "prompt_key": "extra_info", "response_key": "extra_info"}
+    data |= {"prompt_dict_keys": ["question"], "response_dict_keys": ["answer"]}
+    ours, fields, _ = imported(tmp_path, "verl-sft-older", data=data)
+    assert not [key for key in ours if key.startswith("data.columns")]
+    assert {fields[f"data.{side}_dict_keys"]["verdict"] for side in ("prompt", "response")} == {"not_offered"}
 
 
 def test_corrections_for_the_sampler_and_lengths_of_other_kits_become_keys(tmp_path):
@@ -209,6 +278,33 @@ def test_verls_penalty_for_length_is_taken_only_where_it_is_on(tmp_path):
     assert taken(enable=False, penalty_factor=0.5) == taken(enable=False, penalty_factor=1) == (None, set())
 
 
+def test_where_lora_comes_nearest_it_has_the_rank_of_the_file(tmp_path):
+    ours, answers, _ = imported(tmp_path, "swift-bare", tuner_type="longlora", lora_rank=4)
+    assert (ours["tuning.mode"], ours.get("tuning.lora.r"), ours.get("tuning.lora.alpha")) == ("lora", 4, 32)
+    assert (answers["tuner_type"]["verdict"], answers["lora_rank"]["verdict"]) == ("not_offered", "translated")
+
+
+def test_verls_older_place_of_the_penalty_for_length_is_read(tmp_path):
+    buffer = {"overlong_buffer": {"enable": True, "len": 128, "penalty_factor": 0.5}}
+    written, answers, _ = imported(tmp_path, "verl-grpo", reward_model=buffer)
+    assert written["grpo.overlong_buffer"] == 128
+    assert answers["reward_model.overlong_buffer.penalty_factor"]["verdict"] == "not_offered"
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "changes"),
+    [
+        ("verl-grpo", "data.shuffle", {"data": CASES["verl-grpo"]["data"] | {"shuffle": False}}),
+        ("swift-bare", "dataset_shuffle", {"dataset_shuffle": False}),
+        ("swift-bare", "train_dataloader_shuffle", {"train_dataloader_shuffle": False}),
+    ],
+)
+def test_rows_that_a_kit_reads_in_the_order_of_their_file_are_said_to_be_shuffled_here(case, key, changes, tmp_path):
+    _, answers, made = imported(tmp_path, case, **changes)
+    assert answers[key]["verdict"] == "not_offered"
+    assert f"# - {key}: false - rows come in an order that the seed decides" in made.text
+
+
 def test_groups_that_verl_samples_again_are_not_called_a_thing_that_is_not_offered(tmp_path):
     groups = {"enable": True, "metric": "acc", "max_num_gen_batches": 10}
     written, answers, _ = imported(
@@ -217,6 +313,37 @@ def test_groups_that_verl_samples_again_are_not_called_a_thing_that_is_not_offer
     assert written["grpo.dynamic_sampling_rounds"] == 3
     for key in ("metric", "max_num_gen_batches"):
         assert "which is not offered" not in answers[f"algorithm.filter_groups.{key}"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"dataset_mixture": {"datasets": [{"id": "org/x", "split": s} for s in ("train_sft", "test_sft")]}},
+         "dataset_mixture.datasets.1.id"),
+        ({"loss_type": "sigmoid", "datasets": [{"path": "org/x", "split": s} for s in ("train", "more")]},
+         "datasets.1.path"),
+    ],
+)  # fmt: skip
+def test_a_data_set_that_a_mixture_names_by_its_parts_is_read_once(changes, where, tmp_path):
+    """As alignment-handbook's recipes do; a part cannot be chosen here, and twice the same rows are no mixture."""
+    ours, answers, made = imported(tmp_path, "trl-bare", **({"dataset_name": None} | changes))
+    assert (ours["data.train_path"], ours.get("task_mode", "sft") in ("sft", "dpo"), made.problems) == (
+        "org/x",
+        True,
+        [],
+    )
+    assert "datasets" not in ours
+    assert "it is named before, and read once" in answers[where]["why"]
+    assert re.search(f"^# - {where}: org/x - .*read once", made.text, re.M)
+
+
+def test_a_file_that_does_not_say_which_trainer_of_pairs_reads_it_is_said_to_be_taken_for_dpos(tmp_path):
+    """alignment-handbook's ORPO recipe has beta alone, as those of DPO: the script decides."""
+    said = "the file does not say which trainer reads it"
+    ours, _, made = imported(tmp_path, "trl-bare", beta=0.05)
+    assert (ours["task_mode"], f"# - beta: 0.05 - {said}" in made.text) == ("dpo", True)
+    for changes in ({"loss_type": "sigmoid"}, {"desirable_weight": 1.0}):
+        assert said not in imported(tmp_path, "trl-bare", beta=0.05, **changes)[2].text
 
 
 def test_a_reward_that_is_code_of_the_kit_is_named(tmp_path):
@@ -242,6 +369,24 @@ def test_vllm_is_written_where_it_is_installed(tmp_path, monkeypatch):
     shared, _, _ = imported(tmp_path, "swift-grpo")
     vllm = {"grpo.generation": "vllm_colocate", "grpo.vllm.memory_share": 0.5, "grpo.vllm.sleep": True}
     assert {key: shared[key] for key in vllm} == vllm
+
+
+def test_axolotl_samples_as_trl_does_by_default_and_by_vllm_only_where_it_is_asked_to(tmp_path, monkeypatch):
+    """axolotl 0.18.0, core/trainers/grpo/__init__.py, hands vllm_mode on where use_vllm is on; TRL's default is
+    colocate, and gdpo normalises each reward (core/builders/rl.py)."""
+    monkeypatch.setattr("sftplay.places.find_python", lambda: "python")
+    monkeypatch.setattr("sftplay.config.kits.conversions.find_python", lambda: "python")
+    rewards = {"reward_funcs": ["mine.short"], "num_generations": 2, "max_completion_length": 64}
+    vllm = {"gpu_memory_utilization": 0.4}
+    for trl, generation, share in (
+        ({"use_vllm": True}, "vllm_colocate", 0.4),
+        ({"use_vllm": True, "vllm_mode": "server"}, "vllm_server", None),
+        ({"use_vllm": False, "vllm_mode": "server"}, None, None),
+    ):
+        ours, _, made = imported(tmp_path, "axolotl-bare", rl="grpo", trl=rewards | trl, vllm=vllm)
+        assert (ours.get("grpo.generation"), ours.get("grpo.vllm.memory_share")) == (generation, share), trl
+        assert (ours.get("grpo.aggregation"), made.problems) == (None, [])
+    assert imported(tmp_path, "axolotl-bare", rl="gdpo", trl=rewards)[0]["grpo.aggregation"] == "normalize_then_sum"
 
 
 @pytest.mark.parametrize(

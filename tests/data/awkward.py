@@ -163,7 +163,11 @@ DOCUMENTS = [
     Awkward("one_row.json", json.dumps(ROWS[0], indent=2).encode(), 1),
     Awkward("inside.json", json.dumps({"version": 1, "data": ROWS}).encode(), 3),
     Awkward("nothing_inside.json", b"{}", 0, 1, reason="no known layout"),
-    Awkward("two_lists.json", json.dumps({"train": ROWS, "test": ROWS}).encode(), 0, 1, reason="no known layout"),
+    Awkward(
+        "two_lists.json",
+        json.dumps({"train": ROWS, "test": ROWS}).encode(),
+        error="two_lists.json:1: is one object with",
+    ),
     Awkward("number.json", b"7", 0, 1, reason="not an object"),
     Awkward("mixed.json", b'[7, "a", null, {"text": "Salt and stones."}, 12345]', 1, 4, reason="not an object"),
     Awkward("cut_off.json", json.dumps(ROWS, indent=1).encode()[:-20], error="cut_off.json:12: is not JSON"),

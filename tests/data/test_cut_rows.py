@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import load_examples
 from sftplay.data.row_outcomes import report_table
 from sftplay.errors import DataError
+from sftplay.model.source import TINY
 
 
 @pytest.fixture
@@ -51,6 +53,14 @@ def test_a_cut_that_loses_next_to_nothing_is_not_said_to_lose_0_percent(written,
     assert report["warnings"] == []
 
 
+def test_a_row_of_which_only_the_beginning_was_tokenised_is_as_long_as_all_of_it(written, tokenizer):
+    """1,000,000 characters and 64 for each token that can be used are read of it; the rest is reckoned."""
+    report = load_examples(written([*[5] * 40, 600_000], too_long="truncate"), tokenizer).report
+    assert report["cut"] == 1
+    assert report["longest_tokens"] == pytest.approx(600_000, rel=0.01)
+    assert report["longest_tokens"] % 1000 == 0
+
+
 def test_rows_that_lose_most_of_their_answers_are_refused_with_the_length_to_write(written, tokenizer):
     cfg = written([*[5] * 20, *[300] * 20])
     for _ in range(2):  # the second time the rows come from the cache
@@ -58,6 +68,26 @@ def test_rows_that_lose_most_of_their_answers_are_refused_with_the_length_to_wri
             load_examples(cfg, tokenizer)
         assert "write model.max_seq_len: 3" in refusal.value.fix
         assert "data.too_long: drop, or truncate where the cut is meant" in refusal.value.fix
+
+
+def test_the_length_to_write_is_none_beyond_the_positions_of_the_model(written, tokenizer, tmp_path):
+    cfg, name = written([*[5] * 10, *[6000] * 20]), str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"max_position_embeddings": 2048}))
+    for now, fix in (
+        (64, f"write model.max_seq_len: 2048, all the positions that {name} has (99 % of the rows need 6032); or"),
+        (2048, f"shorten or split the rows: {name} has 2048 positions, and 99 % of the rows need 6032; or"),
+    ):
+        model = cfg.model.model_copy(update={"name": name, "max_seq_len": now})
+        cfg = cfg.model_copy(update={"model": model})
+        with pytest.raises(DataError, match=f"behind the cut at {now:,}") as refusal:
+            load_examples(cfg, tokenizer)
+        assert refusal.value.fix == f"{fix} data.too_long: drop, or truncate where the cut is meant"
+
+
+def test_rows_of_which_none_has_its_end_are_refused_with_the_length_of_them_and_no_number_to_write(written, tokenizer):
+    with pytest.raises(DataError, match="all are cut at 64 tokens; 99 % have up to 6,032") as refusal:
+        load_examples(written([6000] * 20), tokenizer)
+    assert refusal.value.fix.startswith("raise model.max_seq_len (")
 
 
 def test_who_writes_truncate_down_may_lose_them_and_rows_left_out_lose_nothing(written, tokenizer):

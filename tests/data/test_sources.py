@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import subprocess
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
@@ -89,6 +90,24 @@ def test_a_row_of_an_array_is_placed_by_its_record_and_its_line(tmp_path: Path, 
     first = 2 + bool(head)
     places = [str(source) for source, _ in read_rows(str(tmp_path / "a.json"))]
     assert places == [f"{tmp_path}/a.json:{first + 4 * n} (record {n + 1})" for n in range(200)]
+
+
+@pytest.mark.parametrize("suffix", ["json", "json.gz"])
+def test_an_object_of_several_lists_of_rows_is_refused_with_a_command_that_splits_it(tmp_path: Path, suffix: str):
+    path, lists = tmp_path / f"it's.{suffix}", {"version": 1, "train": ROWS, "test": ROWS[:1]}
+    content = json.dumps(lists).encode()
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    with pytest.raises(DataError, match="one object with several lists of rows: 'train', 'test'") as caught:
+        read(path)
+    assert (caught.value.where, "data.train_path" in caught.value.fix) == (f"{path}:1", True)
+    subprocess.run(caught.value.fix.partition(": ")[2], shell=True, check=True, cwd=tmp_path)
+    assert [json.loads(Path(f"{path}.{name}.json").read_text()) for name in ("train", "test")] == [ROWS, ROWS[:1]]
+
+
+def test_an_object_with_several_lists_that_hold_no_rows_is_a_row(tmp_path: Path):
+    chat = {"id": 1, "talk": [{"role": "user", "content": "a"}], "abilities": [{"name": "f"}]}
+    (tmp_path / "a.json").write_text(json.dumps(chat))
+    assert read(tmp_path / "a.json") == [(1, chat)]
 
 
 def test_csv_rows_are_placed_at_their_first_line(tmp_path: Path):

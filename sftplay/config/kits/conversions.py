@@ -13,7 +13,7 @@ from typing import Any
 
 from sftplay.config.keys import all_keys, general_key
 from sftplay.config.kits import rows
-from sftplay.config.kits.rows import READERS, find_shipped
+from sftplay.config.kits.rows import find_shipped, read_sets
 from sftplay.config.kits.table import (
     Answer,
     Foreign,
@@ -36,20 +36,25 @@ their rows."""
 
 def convert_batch(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Rows of a micro-batch times accumulation times GPUs. `with`: the keys `rows` and `accum`, perhaps
-    `total`, and `splits`, keys of GPUs that share a row."""
+    `total`, and `splits` (see `count_replicas`)."""
     names = rule["with"]
     sizes = [foreign.number(names[name]) or None if name in names else None for name in ("rows", "accum", "total")]
     sizes = [int(size) if isinstance(size, float) and size.is_integer() else size for size in sizes]
     if any(isinstance(size, bool) or not isinstance(size, int | None) or (size or 1) < 1 for size in sizes):
         return Answer("not_offered", None, "no number of rows can be made of it")
     rows, accum, total = sizes[0] or 1, sizes[1] or 1, None if sizes[1] else sizes[2]
-    shared = [parts for parts in map(foreign.number, names.get("splits", "").split()) if parts not in (None, False, 1)]
-    size = (total or rows * accum) * foreign.nproc
+    gpus, how_many = count_replicas(names, foreign)
     how = f"a step of {total}" if total else f"micro-batch {rows} x accumulation {accum}"
-    how = f"{how} x GPUs {foreign.nproc}"
-    if shared and leaf.key == names["rows"]:
-        return write("train.effective_batch_size", size, f"{how}; there some GPUs share a row", differs=True)
-    return write("train.effective_batch_size", size, how)
+    return write("train.effective_batch_size", (total or rows * accum) * gpus, f"{how} x {how_many}")
+
+
+def count_replicas(names: Rule, foreign: Foreign) -> tuple[int, str]:
+    """Return how many GPUs or groups of them read rows of their own, and that in words. A group, whose size is that of
+    the keys `splits` together, reads the same rows."""
+    sizes = [foreign.number(key) for key in names.get("splits", "").split()]
+    shared = math.prod(max(1, size) for size in sizes if isinstance(size, int))
+    how = f"GPUs {foreign.nproc}" + (f" / {shared} that share their rows" if shared > 1 else "")
+    return max(1, foreign.nproc // shared), how
 
 
 def convert_steps(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
@@ -244,11 +249,11 @@ def convert_tuning(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 def convert_packing(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """Rows packed into blocks. Other kits count blocks where this one counts rows, which `why` says. `with`: the reader
-    and the key of the data sets: documents, and several sets, are blocks in any case; `forces`: a key that does it."""
+    and the keys of the data sets: documents, and several sets, are blocks in any case; `forces`: a key that does it."""
     packs = leaf.value in (True, "true", "True")
     if "with" in rule:
         packs = packs or foreign.get(rule["with"].get("forces", "")) is True
-        sets = READERS[rule["with"]["reader"]](rule["with"]["sets"], foreign)
+        sets = read_sets(rule["with"]["reader"], rule["with"]["sets"], foreign)
         if sets and (len(sets) > 1 or sets[0].kind == "cpt"):
             return Answer("auto", "task_mode", "the rows are full blocks of model.max_seq_len tokens")
     if packs and _hands_on_states(foreign):
@@ -550,14 +555,14 @@ def convert_product(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
 
 
 def convert_filled(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
-    """Rows of a micro-batch, which are accumulated until a step has at least so many. `with`: the key `rows`, and
-    `least`."""
+    """Rows of a micro-batch, which are accumulated until a step has at least so many on GPUs that all count alike.
+    `with`: the key `rows`, `least`, and `splits` (see `count_replicas`)."""
     rows, gpus = foreign.number(rule["with"]["rows"]) or 1, foreign.nproc
     if not isinstance(rows, int) or rows < 1:
         return Answer("not_offered", None, "is no number of rows")
     accum = max(1, math.ceil(rule["with"]["least"] / rows / gpus))
-    why = f"{rows} rows x {accum} micro-batches x {gpus} GPU{'s' if gpus > 1 else ''} (NPROC=)"
-    return write("train.effective_batch_size", rows * accum * gpus, why)
+    replicas, how = count_replicas(rule["with"], foreign)
+    return write("train.effective_batch_size", rows * accum * replicas, f"{rows} rows x {accum} micro-batches x {how}")
 
 
 def convert_only(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:

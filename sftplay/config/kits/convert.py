@@ -152,6 +152,10 @@ def _write(
 
 def read_tree(path: Path) -> dict[str, Any]:
     """Read a YAML or JSON file as other kits do. Raise ConfigError where it is no mapping with text for keys."""
+    if path.suffix == ".sh":
+        fix = "write its flags as YAML, `--lora_rank 8` as `lora_rank: 8`; or name what the kit has written of a run:"
+        fix += " args.json in ms-swift's output folder, .hydra/config.yaml in the folder of verl's run"
+        raise ConfigError("is a shell script, which is not run", where=str(path), fix=fix)
     try:
         tree = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except FileNotFoundError:

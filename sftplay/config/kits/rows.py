@@ -6,7 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,26 @@ class DataSet:
     answers: dict[str, Answer] = field(default_factory=dict)
 
 
+def read_sets(reader: str, keys: str, foreign: Foreign) -> list[DataSet]:
+    """Return the data sets of some keys, each once: a part of one cannot be chosen, so all rows of it are read."""
+    once: dict[str, DataSet] = {}
+    for one in (one for key in keys.split() for one in READERS[reader](key, foreign)):
+        first = once.setdefault(repr((one.path, one.kind, one.format, one.columns, one.template)), one)
+        if first is one:
+            continue
+        first.weight = first.weight and one.weight and first.weight + one.weight
+        for at, answer in one.answers.items():
+            if answer.became == "data.train_path":
+                why = "; ".join(filter(None, (answer.why, "it is named before, and read once")))
+                answer = replace(answer, why=why, differs=True)
+            first.answers[at] = answer
+    return list(once.values())
+
+
 def convert_rows(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """One leaf of the description of data sets. `with`: the reader in READERS. `to`: the key here, where it is not
     data.train_path; of several sets it takes the first."""
-    sets = READERS[rule["with"]](leaf.key.partition(".")[0], foreign)
+    sets = read_sets(rule["with"], leaf.key.partition(".")[0], foreign)
     found = next((one.answers[leaf.key] for one in sets if leaf.key in one.answers), None)
     found = found or Answer("not_offered", None, "how the rows are laid out is not known here")
     if "to" in rule:
@@ -65,7 +81,7 @@ def convert_template(leaf: Leaf, rule: Rule, foreign: Foreign) -> Answer:
     """The chat template by its name there. `with`: the reader of the data sets; `values`: name -> auto, chatml or
     alpaca; any other is the model's own, which auto takes. `own`: names whose text need not be the model's, * all;
     `says`: name -> in what the one that is taken differs."""
-    sets = READERS[rule["with"]](rule.get("sets", "datasets"), foreign) if "with" in rule else []
+    sets = read_sets(rule["with"], rule.get("sets", "datasets"), foreign) if "with" in rule else []
     to, name, known = "data.template", str(leaf.value), rule.get("values", {})
     if sets and all(one.template or one.kind == "cpt" for one in sets):
         return Answer("no_effect", None, "the rows have a prompt of their own, or none")
@@ -365,7 +381,9 @@ def _llamafactory_set(name: str, known: Mapping[str, Any], root: Path, foreign: 
                 info = {**entry, ("file_name" if "/" not in place and "." in place else "hf_hub_url"): place}
     if info is None:
         why = f"what {name} is stands in dataset_info.json, which is not here: write the path of its file"
-        return DataSet(str(root / f"{name}.json"), answers={name: Answer("not_offered", "data.train_path", why)})
+        file = name if Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt") else f"{name}.json"
+        path = find_file(root / file, foreign.folder / file) or root / file
+        return DataSet(str(path), answers={name: Answer("not_offered", "data.train_path", why)})
     columns, tags = (info[key] if isinstance(info.get(key), dict) else {} for key in ("columns", "tags"))
     if {"images", "videos", "audios"} & set(columns):
         answer = Answer("not_offered", "task_mode", rows["why_images"], {"task_mode": "multimodal"}, True)
@@ -434,7 +452,8 @@ def read_trl(key: str, foreign: Foreign) -> list[DataSet]:
                 _trl_set(entry, f"{place}.{number}") for number, entry in enumerate(entries) if isinstance(entry, dict)
             ]
     if isinstance(shares := foreign.get("dataset_mixer"), dict) and shares:
-        split = Answer("no_effect", None, "only the split train is read")
+        chosen = [str(name) for name in foreign.get("dataset_splits") or () if str(name) not in ("train", "test")]
+        split = _part(" and ".join(chosen) or None, "train")
         return [
             DataSet(name, answers={f"dataset_mixer.{name}": _whole(share), "dataset_splits": split})
             for name, share in shares.items()

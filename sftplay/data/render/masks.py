@@ -421,8 +421,8 @@ class Rendered:
     joins_prompt: bool = False
     """The problem: a token begins in the prompt and ends in the answer, so the prompt at inference would differ."""
 
-    is_partial: bool = False
-    """Only the beginning of a very long text was tokenised; it has more tokens than can be used."""
+    n_tokens: int = 0
+    """Tokens of a very long text, reckoned in thousands from its beginning, which alone was tokenised; else 0."""
 
 
 def labelled(
@@ -486,11 +486,12 @@ def _make_example(vocabulary: Vocabulary, index: int, *, marked: Marked, text: s
     if lost:
         return Rendered([], [], index, f"types {lost!r}, which this tokenizer cannot write as text")
     is_partial = len(text) < len(marked.text)
+    n_tokens = -(-len(ids) * len(marked.text) // (1000 * len(text))) * 1000 if is_partial else 0
     if marked.is_whole_text:  # all is learned except the BOS; a text that was cut gets no EOS
         head = list(vocabulary.specials.prefix_ids)
         end = [] if is_partial or vocabulary.eos_id is None else [vocabulary.eos_id]
         ids, labels = [*head, *ids, *end], [*[IGNORE_INDEX] * len(head), *ids, *end]
-        return Rendered(ids, labels, index, "", marked.n_escaped, is_partial=is_partial)
+        return Rendered(ids, labels, index, "", marked.n_escaped, n_tokens=n_tokens)
     labels = [IGNORE_INDEX] * len(ids)
     try:
         for start, stop in marked.spans:
@@ -499,7 +500,7 @@ def _make_example(vocabulary: Vocabulary, index: int, *, marked: Marked, text: s
                 labels[first:last] = ids[first:last]
     except Unproven as error:
         return Rendered([], [], index, str(error), joins_prompt=True)
-    return Rendered(ids, labels, index, "", marked.n_escaped, is_partial=is_partial)
+    return Rendered(ids, labels, index, "", marked.n_escaped, n_tokens=n_tokens)
 
 
 def _n_sure(encoding: Any, text: str) -> int:

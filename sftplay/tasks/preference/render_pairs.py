@@ -77,7 +77,7 @@ class _Sides:
 
     @property
     def longest(self) -> int:
-        return max(len(side.input_ids) for side in self.rendered)
+        return max(side.n_tokens or len(side.input_ids) for side in self.rendered)
 
 
 class PairProcessor(RowProcessor):
