@@ -17,6 +17,8 @@ from processes import HANG_S
 from sftplay.cli import main
 from sftplay.errors import MachineError
 from sftplay.launch.accelerate_settings import accelerate_text
+from sftplay.launch.command import Launch
+from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.doctor import check_builds
 from sftplay.runs import strategy_setup
 
@@ -158,3 +160,24 @@ def test_a_build_that_fails_says_why(builds, monkeypatch):
     monkeypatch.setattr(strategy_setup.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(MachineError, match="no header"):
         strategy_setup.prebuild_optimizer(has_gpu=False)
+
+
+def test_a_lock_of_a_killed_build_stops_only_runs_that_build_operators(builds, tmp_path):
+    """Without a file of the user's, or by one that moves nothing to the host, DeepSpeed compiles nothing."""
+    (tmp_path / "fused_adam").mkdir()
+    (tmp_path / "fused_adam/lock").touch()
+    command = Launch(("worker",), {"ACCELERATE_USE_DEEPSPEED": "true"})
+
+    def prepare(file: str | None) -> None:
+        cfg = SimpleNamespace(cluster=SimpleNamespace(deepspeed=file))
+        strategy_setup.prepare_deepspeed(cfg, RunFolder(tmp_path), command=command)
+
+    own = tmp_path / "own.json"
+    own.write_text('{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}')
+    for file in (None, "deepspeed_configs/zero2.json", "deepspeed_configs/zero3.json"):
+        prepare(file and str(ROOT / file))
+    for file in (str(ROOT / "deepspeed_configs/zero2_offload.json"), str(own)):
+        with pytest.raises(MachineError, match="a build was killed") as refused:
+            prepare(file)
+        assert refused.value.fix == f"rm {tmp_path}/fused_adam/lock"
+    assert builds == []
