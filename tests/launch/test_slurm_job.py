@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -322,7 +323,23 @@ def test_logs_and_cancel_name_the_runs_with_a_job_or_how_to_queue_one(
     assert "fix: name one with RUN=: night" in capsys.readouterr().err
     RunFolder(tmp_path / "outputs" / "mine").update_status(state="done")
     assert main(["logs", "--run", "mine"]) == 2
-    assert "fix: look at it with make status RUN=mine" in capsys.readouterr().err
+    assert "fix: look at it with make status RUN=mine\n" in capsys.readouterr().err
+
+
+def test_the_advice_of_logs_and_cancel_names_a_run_of_another_output_folder_as_status_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    run, config = RunFolder(tmp_path / "my outs" / "mine"), tmp_path / "run.yaml"
+    run.create()
+    run.update_status(state="done")
+    config.write_text("output_dir: my outs\nmodel: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n")
+    for verb, name in (("logs", "mine"), ("cancel", str(run.path))):
+        assert main([verb, "--config", str(config), "--run", name]) == 2
+        make, status, setting = shlex.split(capsys.readouterr().err.partition("look at it with ")[2])
+        assert (make, status) == ("make", "status")
+        assert main(["status", setting.replace("RUN=", "--run=")]) == 0
+        assert "done" in capsys.readouterr().out
 
 
 def test_summary_of_a_run_that_has_failed_has_all_that_is_known_of_it(tmp_path: Path):
