@@ -35,6 +35,7 @@ from sftplay.launch.slurm.job import (
     write_summary,
 )
 from sftplay.launch.slurm.request import JobRequest, gpus_in, in_our_names, job_file, limit_seconds
+from sftplay.make_arguments import split_args
 from sftplay.signals import Echoes
 
 
@@ -418,6 +419,17 @@ def test_job_that_makes_no_step_in_three_lives_is_not_queued_again(life: Life, s
         assert life.end(restarts=restarts, code=138, **{"from": 4, "to": 4}) == 138
     assert calls.read_text().splitlines() == ["scontrol requeue 12"] * 2
     assert "no step was made in 3 attempts" in life.job.note
+
+
+def test_a_job_that_cannot_go_on_names_its_run_as_make_takes_it_also_with_a_space_in_its_name(
+    life: Life, slurm: Callable[..., Path]
+):
+    slurm(scontrol="exit 1")
+    life.run = life.run.rename(life.run.with_name("my run"))
+    life.job = JobFolder(life.run, 12)
+    assert life.end(code=138, **{"from": 4, "to": 8}) == 138
+    (settings,) = [word for word in shlex.split(life.job.note.splitlines()[-1]) if word.startswith("ARGS=")]
+    assert split_args(settings.removeprefix("ARGS=")) == ["run_name=my run", "train.resume=auto"]
 
 
 def test_the_first_node_trains_in_the_job_itself_and_srun_starts_the_others(tmp_path: Path):
