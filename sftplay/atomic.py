@@ -38,6 +38,9 @@ def whole_file(path: Path, *, survives_power_cut: bool = True) -> Iterator[Path]
             with scratch.open("rb") as handle:
                 os.fsync(handle.fileno())
         scratch.replace(path)
+    except OSError as error:  # a write names no file
+        error.filename = str(path) if error.filename in (None, str(scratch)) else error.filename
+        raise
     finally:
         with suppress(OSError):  # there is nothing to remove where it could not be made
             scratch.unlink()

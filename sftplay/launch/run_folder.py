@@ -20,7 +20,7 @@ from sftplay.atomic import examine_object, follow_link, is_locked, locked, locke
 from sftplay.config.layers import RESOLVED
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Positive
-from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.errors import ConfigError, MachineError, suggest
 from sftplay.heartbeat import read_heartbeats
 
 PARENT = "SFTPLAY_PARENT"  # The parent sets it to its own pid. By this a worker sees whether its parent is still alive.
@@ -313,8 +313,8 @@ def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> Run
         found = next((path for path in candidates if (path / RESOLVED).is_file()), None)
         if found is None:
             name = run or str(cfg.run_name)
-            near = nearest_names(name, [path.parent.name for path in output.glob(f"*/{RESOLVED}")])
-            fix = f"did you mean {near[0]!r}?" if near else "train first, or check the name"
+            known = [path.parent.name for path in output.glob(f"*/{RESOLVED}")]
+            fix, near = suggest(name, known, "train first, or check the name")
             raise ConfigError(f"no run {name!r}", where=str(output), fix=fix, nearest=near)
         return RunFolder(follow_link(found))
     # Only names that new_folder makes from this stem: runs of `run.yaml`, but not those of `run-long.yaml`.

@@ -90,7 +90,9 @@ def test_setup_accelerate_writes_again_but_not_over_a_change(tmp_path, capsys):
     assert "stays as it is" in capsys.readouterr().err
 
 
-def test_setup_accelerate_that_is_cut_off_leaves_no_half_a_file_which_it_would_not_write_over(tmp_path, monkeypatch):
+def test_setup_accelerate_that_is_cut_off_leaves_no_half_a_file_which_it_would_not_write_over(
+    tmp_path, monkeypatch, capsys
+):
     path, write = tmp_path / "here.yaml", Path.write_text
 
     def write_half(target, text, **options):
@@ -100,7 +102,21 @@ def test_setup_accelerate_that_is_cut_off_leaves_no_half_a_file_which_it_would_n
     with monkeypatch.context() as full:
         full.setattr(Path, "write_text", write_half)
         assert main(["setup-accelerate", "--out", str(path)]) == 5
+        assert capsys.readouterr().err.startswith(f"{path}: No space left on device\n  fix: make room there")
     assert main(["setup-accelerate", "--out", str(path)]) == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EROFS, 2), (errno.ENOSPC, 5)])
+def test_a_disk_that_takes_no_new_file_is_no_bug_and_the_file_is_named(tmp_path, monkeypatch, capsys, number, code):
+    """A file system that is mounted for reading, or has no room for one more name."""
+
+    def refuse(target, *_, **__):
+        raise OSError(number, os.strerror(number), str(target))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    path = tmp_path / "here.yaml"
+    assert main(["setup-accelerate", "--out", str(path)]) == code
+    assert capsys.readouterr().err.startswith(f"{path}: {os.strerror(number)}\n  fix: ")
 
 
 @pytest.mark.contract
