@@ -140,13 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in split(arguments)[0]
+    is_make = bool(arguments) and arguments[-1].startswith(MAKE_ARGS)
     try:
         try:
             pathlib.Path.cwd()
         except OSError:  # the folder was deleted: nothing that is written would be found again
             fix = "go to a folder that exists: cd"
             raise MachineError("does not exist any more", where="the working folder", fix=fix) from None
-        is_make = bool(arguments) and arguments[-1].startswith(MAKE_ARGS)
         if is_make:
             from sftplay.make_arguments import refuse_unused_here, split_args
 
@@ -170,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _report_unwritable(lost.failure)
         return exit_code
     except SftplayError as error:
+        if not is_make:
+            import_module("sftplay.make_arguments").put_flags(error, list_flags(*arguments[:1] or [""]))
         return _report(error, as_json)
     except BrokenPipeError:
         drop(1)  # the reader has closed the pipe, as `head` does; not an error

@@ -321,7 +321,7 @@ def test_logs_and_cancel_name_the_runs_with_a_job_or_how_to_queue_one(
     run.mkdir(parents=True)
     add_job(run, 17)
     assert main(["cancel"]) == 2
-    assert "fix: name one with RUN=: night" in capsys.readouterr().err
+    assert "fix: name one with --run=: night" in capsys.readouterr().err
     RunFolder(tmp_path / "outputs" / "mine").update_status(state="done")
     assert main(["logs", "--run", "mine"]) == 2
     assert "fix: look at it with make status RUN=mine\n" in capsys.readouterr().err
