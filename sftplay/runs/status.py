@@ -51,7 +51,7 @@ def find_folder(output: Path, run: str, files: Sequence[str] = RUN_FILES, *, whe
     if found := next((place for place in (Path(run), output / run) if _has_one(place, files)), None):
         return follow_link(found)
     names = [path.name for path in list_runs(output) if _has_one(path, files)]
-    otherwise = f"name one of {', '.join(names[:5])}" if names else "train one first: make train CONFIG=..."
+    otherwise = f"name one of {', '.join(names[:5])}" if names else "train one first, or give its folder or its CONFIG="
     fix, near = suggest(run, names, otherwise)
     what = f"no run {run!r}" + (f" in {output}" if where else "")
     raise ConfigError(what, where=where or str(output), fix=fix, nearest=near)

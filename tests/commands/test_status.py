@@ -310,6 +310,15 @@ def test_a_real_run_is_seen_while_it_trains_when_it_is_killed_and_when_it_was_re
     assert done["cost"] == pytest.approx((first["seconds"] * 3.5 + second["seconds"] * 7) / 3600)
 
 
+def test_a_run_of_another_output_folder_is_found_by_what_its_refusal_advises(capsys: pytest.CaptureFixture[str]):
+    put("run", state="done", step=8)
+    Path("outputs").rename("elsewhere")
+    Path("run.yaml").write_text("output_dir: elsewhere\nmodel: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n")
+    assert main(["status", "--run", "run"]) == 2
+    assert "fix: train one first, or give its folder or its --config=\n" in capsys.readouterr().err
+    assert text_of(capsys, "--run", "elsewhere/run") == text_of(capsys, "--config=run.yaml", "--run=run")
+
+
 def test_the_last_checkpoint_of_a_copied_run_is_the_one_in_the_copy(capsys: pytest.CaptureFixture[str]):
     checkpoint = Path("outputs/run/checkpoints/checkpoint-8")
     put("run", state="stopped", step=8, last_checkpoint=str(checkpoint.absolute()))
