@@ -38,6 +38,9 @@ def whole_file(path: Path, *, survives_power_cut: bool = True) -> Iterator[Path]
             with scratch.open("rb") as handle:
                 os.fsync(handle.fileno())
         scratch.replace(path)
+    except OSError as error:  # a write names no file
+        error.filename = str(path) if error.filename in (None, str(scratch)) else error.filename
+        raise
     finally:
         with suppress(OSError):  # there is nothing to remove where it could not be made
             scratch.unlink()
@@ -205,10 +208,8 @@ def is_locked(path: Path) -> bool:
     try:
         with path.open("rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, machine_refusal, nearest_names, suggest
-from sftplay.log import RED, drop, is_unwritable, open_closed, painted
+from sftplay.log import RED, UNWRITABLE, drop, open_closed, painted
 
 VERBS = {
     "train": ("train.train", "train the run of a config"),
@@ -124,7 +124,7 @@ FLAGS_OF_VARIABLES = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": 
 
 MAKE_ARGS = "--make-args="  # what follows it, always in the last argument, is the text of make's ARGS as it was typed
 
-REFUSED = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
+REFUSED = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS}
 """What a file system says to a path that it does not serve. Readers with more to say about a path say it first."""
 
 SPIN_COUNT = "1000"
@@ -140,13 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in split(arguments)[0]
+    is_make = bool(arguments) and arguments[-1].startswith(MAKE_ARGS)
     try:
         try:
             pathlib.Path.cwd()
         except OSError:  # the folder was deleted: nothing that is written would be found again
             fix = "go to a folder that exists: cd"
             raise MachineError("does not exist any more", where="the working folder", fix=fix) from None
-        is_make = bool(arguments) and arguments[-1].startswith(MAKE_ARGS)
         if is_make:
             from sftplay.make_arguments import refuse_unused_here, split_args
 
@@ -170,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _report_unwritable(lost.failure)
         return exit_code
     except SftplayError as error:
+        if not is_make:
+            import_module("sftplay.make_arguments").put_flags(error, list_flags(*arguments[:1] or [""]))
         return _report(error, as_json)
     except BrokenPipeError:
         drop(1)  # the reader has closed the pipe, as `head` does; not an error
@@ -177,12 +179,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        if is_unwritable(error):
+        is_full = error.errno in UNWRITABLE
+        if is_full and error.filename is None:  # of a stream
             return _report_unwritable(error)
-        if error.filename is None or error.errno not in REFUSED:
+        if not is_full and (error.filename is None or error.errno not in REFUSED):
             return _report_bug(error, as_json)
-        fix = "name another path, or give this user the right to it"
-        return _report(ConfigError(str(error.strerror), where=os.fsdecode(error.filename), fix=fix), as_json)
+        kind, fix = (RunError, "make room there") if is_full else (ConfigError, "give this user the right to it")
+        where = os.fsdecode(error.filename)
+        return _report(kind(str(error.strerror), where=where, fix=f"{fix}, or name another path"), as_json)
     except Exception as error:  # noqa: BLE001 - the one place where a bug becomes exit code 1 with its traceback
         return _report_bug(error, as_json)
     finally:

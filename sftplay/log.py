@@ -58,11 +58,6 @@ def drop(fd: int) -> None:
     os.close(null)
 
 
-def is_unwritable(error: OSError) -> bool:
-    """True for the error of a stream that takes nothing, which names no file."""
-    return error.filename is None and error.errno in UNWRITABLE
-
-
 SIGN_OF_LIFE_S = 9.0
 """Longest time without output in a file or a pipe. After ten seconds users think that the run hangs."""
 

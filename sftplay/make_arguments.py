@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import ConfigError, SftplayError, nearest_names
 
 OTHER_NAMES = {"a": "RUN_A", "b": "RUN_B", "shell": "FOR"}  # flags whose setting has another name than their own
 REMOVED = {
@@ -25,6 +25,7 @@ FOR_THE_ENVIRONMENT = {"PY", "PYTHON", "UNSLOTH_PY", "TORCH_INDEX", "EXTRAS", "I
 
 _READ = re.compile(r"TYPED_([A-Z_]+)|\$\(call \w+,[^,]+,([A-Z_]+)\)")
 _MACRO = re.compile(r"\$\(([A-Z]+)\)")
+_SETTING = re.compile(r"\bmake:? (?:(?!, |; |[`)]).)*|\b([A-Z_]+)=")  # a command of make, or a setting
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
 
 
@@ -50,6 +51,13 @@ def in_settings(error: ConfigError) -> ConfigError:
 
 def _settings(text: str) -> str:
     return _FLAG.sub(lambda flag: OTHER_NAMES.get(flag[1], flag[1].upper().replace("-", "_")), text)
+
+
+def put_flags(error: SftplayError, flags: list[str]) -> None:
+    """Name flags in the remedies instead of the settings of make that stand for them; commands of make stay."""
+    names = {_settings(flag): f"{flag}=" for flag in flags} | {"ARGS": ""}
+    for problem in [error, *getattr(error, "problems", [])]:
+        problem.fix = _SETTING.sub(lambda found: names.get(found[1], found[0]), problem.fix)
 
 
 def refuse_goals(goals: list[str], makefile: Path = Path("Makefile")) -> ConfigError:

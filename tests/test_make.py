@@ -12,8 +12,8 @@ import pytest
 from processes import HANG_S
 
 from sftplay.cli import main
-from sftplay.errors import ConfigError
-from sftplay.make_arguments import refuse_unused, split_args
+from sftplay.errors import ConfigError, ConfigErrors
+from sftplay.make_arguments import put_flags, refuse_unused, split_args
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -278,3 +278,20 @@ def test_a_refusal_names_settings_to_who_typed_make_and_flags_to_who_typed_the_v
         assert "--" not in said
         assert main(words) == 2
         assert "--" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fix", "flags"),
+    [
+        ("choose another file with OUT=, or remove that one", "choose another file with --out=, or remove that one"),
+        ("name one: ARGS=data.test_path=FILE", "name one: data.test_path=FILE"),
+        ("write TOP_P=0.9 (N=1), or `make eval OUT=a`", "write --top-p=0.9 (--n=1), or `make eval OUT=a`"),
+        ("make cancel OUT=x, or give N=2", "make cancel OUT=x, or give --n=2"),
+        ("export HF_HUB_OFFLINE=0; make room, or PORT=1", "export HF_HUB_OFFLINE=0; make room, or PORT=1"),
+        ("leave FOR= out", "leave --shell= out"),
+    ],
+)
+def test_who_types_the_verb_reads_flags_where_make_has_settings(fix: str, flags: str):
+    error = ConfigErrors([ConfigError("odd", fix=fix), ConfigError("odd too", fix=fix)])
+    put_flags(error, ["--out", "--n", "--top-p", "--shell"])
+    assert [error.fix, *(problem.fix for problem in error.problems)] == [flags] * 3

@@ -54,7 +54,7 @@ def export(args: Namespace) -> int:
     if args.format == "gguf":
         return _export_gguf(args)
     if args.quant or args.llama_cpp:
-        flag, fix = "--quant" if args.quant else "--llama-cpp", "add --format gguf (FORMAT=gguf), or leave it out"
+        flag, fix = "--quant" if args.quant else "--llama-cpp", "add FORMAT=gguf, or leave it out"
         raise ConfigError("is of the format gguf", where=flag, fix=fix)
     cfg, folder = open_run(args)
     out = Path(args.out) if args.out else folder.path / "export"

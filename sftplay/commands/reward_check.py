@@ -68,13 +68,16 @@ def _expect_rewards(cfg: RunConfig, args: Namespace) -> RunConfig:
     if not cfg.rewards:
         fix = "write rewards: [{name: answer, use: exact_match}]"
         raise ConfigError("the config has no rewards", where=args.config, fix=fix)
+    from sftplay.runs.reward_check import say_withheld
+
+    say_withheld(cfg)
     return cfg
 
 
 def _recheck(args: Namespace) -> int:
     given = load_config(args.config, args.overrides)
     folder = find_run(given, args.config, run=args.run)
-    cfg = resolve_names(load_config(folder.resolved))
+    cfg = _expect_rewards(resolve_names(load_config(folder.resolved)), args)
     cfg = cfg.with_values({"sandbox": given.sandbox.model_dump()}, "command line")
     from sftplay.evaluate.recomputed import kept_steps, recompute
 

@@ -34,7 +34,7 @@ def submit(args: Namespace) -> int:
     if args.json:
         print(json.dumps({**answer, "job_id": number}))
     else:
-        name = job.folder.name
+        name = submitting.name_run(job.folder.path)
         log.say(
             f"job {number} is queued: make status RUN={name}, make logs RUN={name}, make cancel RUN={name}", "submit"
         )

@@ -185,7 +185,9 @@ def _value_fix(value: Any, node: dict[str, Any]) -> str:
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**63
     if whole and accepts(node, "integer") and value >= 1:
         return f"write {int(value)}"
-    return f"write {described(node)}"
+    is_word = "text" in described(node).split(", ") and isinstance(value, int | float)
+    quotes = """; in quotes it is text, on the command line '"007"'""" if is_word else ""
+    return f"write {described(node)}{quotes}"
 
 
 def _as_yaml(value: Any) -> str:

@@ -92,7 +92,7 @@ def find_adapter(cfg: RunConfig, folder: RunFolder) -> Path:
     if cfg.tuning.mode == "full" and (folder.path / "model").is_dir():
         what = "tuning.mode is full, so there is no adapter to merge: the result is a whole model already"
         raise ConfigError(what, where=str(folder.path), fix=f"use {folder.path / 'model'} as it is, or `make export`")
-    raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
+    raise ConfigError("this run has no result yet", where=str(folder.path), fix=folder.remedy)
 
 
 def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | None = None) -> Any:

@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sftplay import log
-from sftplay.atomic import examine_object, follow_link, locked, locked_if_possible, read_lines, read_object, write_text
+from sftplay.atomic import examine_object, follow_link, is_locked, locked, locked_if_possible, read_lines, write_text
 from sftplay.config.layers import RESOLVED
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Positive
-from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.errors import ConfigError, MachineError, suggest
 from sftplay.heartbeat import read_heartbeats
 
 PARENT = "SFTPLAY_PARENT"  # The parent sets it to its own pid. By this a worker sees whether its parent is still alive.
@@ -81,19 +81,16 @@ class _Event(_Fields):
 
 
 def _is_event(line: dict[str, Any]) -> bool:
-    try:
+    with suppress(ValidationError):
         event = _Event.model_validate(line)
-    except ValidationError:
-        return False
-    return event.event != "out_of_memory" or event.batch_size is not None
+        return event.event != "out_of_memory" or event.batch_size is not None
+    return False
 
 
 def odd_fields(name: str, content: dict[str, Any]) -> list[str]:
     """The fields of the file `name` whose values are not of the kind that the kit writes."""
-    if name not in SHAPES:
-        return []
     try:
-        SHAPES[name].model_validate(content)
+        SHAPES.get(name, _Fields).model_validate(content)
     except ValidationError as error:
         return sorted({str(problem["loc"][0]) for problem in error.errors(include_url=False)})
     return []
@@ -124,6 +121,11 @@ class RunFolder:
     def result(self) -> Path | None:
         """The folder of the tuned weights; None before they are saved."""
         return next((self.path / kind for kind in ("adapter", "model") if (self.path / kind).is_dir()), None)
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a run without a result."""
+        return "wait for its end: it runs" if is_locked(self.path / ".lock") else "finish it with `make resume`"
 
     @property
     def has_made_step(self) -> bool:
@@ -175,7 +177,7 @@ class RunFolder:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The file's object without its odd fields; empty when there is none. `set_broken_aside` says what is odd."""
-        content = read_object(self.path / name)
+        content = examine_object(self.path / name)[0]
         odd = odd_fields(name, content)
         return {key: value for key, value in content.items() if key not in odd}
 
@@ -213,8 +215,7 @@ class RunFolder:
         plan = self.read_json("plan.json")
         events: list[dict[str, Any]] = [{"event": RESIZED}] if plan.get("resized") else []
         events += [{"event": OUT_OF_MEMORY, **shortage} for shortage in plan.get("shortages", [])]
-        lines, _ = read_lines(self.path / EVENTS)
-        return [event for event in [*events, *lines] if _is_event(event)]
+        return list(filter(_is_event, events + read_lines(self.path / EVENTS)[0]))
 
     @property
     def is_resized(self) -> bool:
@@ -282,7 +283,8 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     if folder.resolved.exists() and folder.has_made_step:
         taken = name_taken(name, cfg.describe_origin("run_name"))
         if claim:
-            raise taken
+            with folder.locked():  # says so where it runs
+                raise taken
         log.say(f"note: {taken.what}; a start would be refused ({taken.fix})")
     return folder
 
@@ -292,10 +294,9 @@ def first_free(folder: RunFolder, *, claim: bool) -> RunFolder:
     path, n = folder.path, 2
     while True:
         if not path.exists():
-            if not claim:
-                return RunFolder(path)
             try:
-                path.mkdir(parents=True)
+                if claim:
+                    path.mkdir(parents=True)
                 return RunFolder(path)
             except FileExistsError:  # two runs of one config within a second
                 pass
@@ -312,8 +313,8 @@ def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> Run
         found = next((path for path in candidates if (path / RESOLVED).is_file()), None)
         if found is None:
             name = run or str(cfg.run_name)
-            near = nearest_names(name, [path.parent.name for path in output.glob(f"*/{RESOLVED}")])
-            fix = f"did you mean {near[0]!r}?" if near else "train first, or check the name"
+            known = [path.parent.name for path in output.glob(f"*/{RESOLVED}")]
+            fix, near = suggest(name, known, "train first, or check the name")
             raise ConfigError(f"no run {name!r}", where=str(output), fix=fix, nearest=near)
         return RunFolder(follow_link(found))
     # Only names that new_folder makes from this stem: runs of `run.yaml`, but not those of `run-long.yaml`.

@@ -159,7 +159,7 @@ def check_builds(environ: Mapping[str, str] = os.environ) -> list[CheckResult]:
     stale = [lock for lock in locks if str(lock.resolve()) not in open_files]
     if not stale:
         return [CheckResult("ok", "builds", f"{len(locks)} operators of DeepSpeed are being built now")]
-    what = f"a build was killed and left {', '.join(map(str, stale))}; DeepSpeed runs would wait for it for ever"
+    what = f"a build was killed and left {', '.join(map(str, stale))}; DeepSpeed runs that build would wait for ever"
     return [CheckResult("warn", "builds", what, shlex.join(["rm", *map(str, stale)]))]
 
 

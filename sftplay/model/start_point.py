@@ -209,11 +209,11 @@ def _find(cfg: RunConfig, key: str, *, name: str) -> Path | None:
 def _find_result(run: Path, cfg: RunConfig, *, key: str) -> Path:
     from sftplay.launch.run_folder import RunFolder
 
-    result = RunFolder(run).result
-    if result is None:
-        fix = "finish it with `make resume`, or name a run that is finished"
+    folder = RunFolder(run)
+    if folder.result is None:
+        fix = f"{folder.remedy}, or name a run that is finished"
         raise _error(cfg, key, what=f"the run {run} has no result yet", fix=fix)
-    return result
+    return folder.result
 
 
 WHOLE_BYTES = 2**31

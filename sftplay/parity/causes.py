@@ -434,12 +434,15 @@ def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def explain_seal(folder: RunFolder, cfg: RunConfig) -> list[str]:
-    """Say that the run's adapter is not what its last checkpoint holds: the files were changed behind the training."""
+    """Say that the run's adapter is not what its last checkpoint holds: the files were changed behind the training.
+    Of a run that goes on, `folder` holds an earlier checkpoint.
+    """
     stored = folder.path / "adapter" / WEIGHTS
-    step = folder.read_json("status.json").get("step")
-    keeps_best = cfg.train.best_metric or cfg.train.early_stopping
-    last = next((path for path in list_checkpoints(folder.checkpoints) if path.name == f"checkpoint-{step}"), None)
-    if keeps_best or last is None or not is_marked(last) or not stored.is_file() or not (last / WEIGHTS).is_file():
+    status = folder.read_json("status.json")
+    is_other = cfg.train.best_metric or cfg.train.early_stopping or status.get("state") == "running"
+    name = f"checkpoint-{status.get('step')}"
+    last = next((path for path in list_checkpoints(folder.checkpoints) if path.name == name), None)
+    if is_other or last is None or not is_marked(last) or not stored.is_file() or not (last / WEIGHTS).is_file():
         return []
     with suppress(OSError, SafetensorError), safe_open(stored, "pt") as a, safe_open(last / WEIGHTS, "pt") as b:
         names = sorted(set(a.keys()) & set(b.keys()))

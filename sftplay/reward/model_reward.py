@@ -39,7 +39,7 @@ def find_score_model(path: str, output_dir: str) -> Path:
     if (folder / RESOLVED).is_file():
         results = [folder / name for name in ("adapter", "model") if (folder / name).is_dir()]
         if not results:
-            raise ConfigError(f"the run {folder} has no result yet", fix="finish it with `make resume`")
+            raise ConfigError(f"the run {folder} has no result yet", fix="let it end, or finish it: `make resume`")
         folder = results[0]
     if (folder / "adapter_config.json").is_file():
         is_score, what = _read(folder, "adapter_config.json").get("task_type") == "SEQ_CLS", "an adapter"

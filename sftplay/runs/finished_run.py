@@ -60,7 +60,7 @@ def open_run(
     given = load_config(args.config, args.overrides)
     folder = find_run(given, args.config, run=args.run)
     if needs_result and folder.result is None:
-        raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
+        raise ConfigError("this run has no result yet", where=str(folder.path), fix=folder.remedy)
     cfg = load_config(folder.resolved)
     if not cfg.task.reads_text and not takes_puzzles:
         what = f"task_mode hrm learns puzzles, and {args.verb} needs a model of texts"

@@ -299,7 +299,7 @@ def try_rewards(cfg: RunConfig) -> None:
     Only rewards that a model learns from must tell them apart: not those that other tasks measure, nor those that a
     placebo replaces. Raises what `RewardSet`, `check_before_training` and `check_solutions` raise.
     """
-    _say_withheld(cfg)
+    say_withheld(cfg)
     with RewardSet(cfg) as rewards, open_single_turns(cfg) as single_turns:
         if not cfg.task.learns_from_rewards or (cfg.task.turns == 1 and cfg.grpo.placebo_reward is not None):
             return
@@ -310,7 +310,7 @@ def try_rewards(cfg: RunConfig) -> None:
         check_before_training(cfg, rows, rewards=rewards, places=places, single_turns=single_turns)
 
 
-def _say_withheld(cfg: RunConfig) -> None:
+def say_withheld(cfg: RunConfig) -> None:
     """Name the variables that the user's rewards, tools and environments would look for in vain."""
     spec = EnvironmentSpec.from_config(cfg)
     uses = [reward.use for reward in cfg.rewards] + ([spec.environment or "", *spec.tools] if spec else [])

@@ -241,9 +241,7 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
     elif args.nproc.isdecimal() and int(args.nproc) > 0:
         nproc = int(args.nproc)
     else:
-        raise ConfigError(
-            f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2 (NPROC=2)"
-        )
+        raise ConfigError(f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write NPROC=2")
     if is_here and 0 < len(machine.gpus) < nproc:
         what = f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible"
         raise MachineError(what, where="--nproc", fix=f"use NPROC={len(machine.gpus)}")

@@ -48,11 +48,10 @@ def find_folder(output: Path, run: str, files: Sequence[str] = RUN_FILES, *, whe
     """Return the folder, with one of these files, of the run of this name or path. Raise ConfigError where there is
     none; `where` says what has named it.
     """
-    places = (Path(run), output / run)
-    if found := next((place for place in places if _has_one(place, files)), None):
+    if found := next((place for place in (Path(run), output / run) if _has_one(place, files)), None):
         return follow_link(found)
     names = [path.name for path in list_runs(output) if _has_one(path, files)]
-    otherwise = f"name one of {', '.join(names[:5])}" if names else "train one first: make train CONFIG=..."
+    otherwise = f"name one of {', '.join(names[:5])}" if names else "train one first, or give its folder or its CONFIG="
     fix, near = suggest(run, names, otherwise)
     what = f"no run {run!r}" + (f" in {output}" if where else "")
     raise ConfigError(what, where=where or str(output), fix=fix, nearest=near)
@@ -76,8 +75,7 @@ def _describe(folder: Path, job: JobFolder | None, states: Mapping[int, dict[str
     problems: list[str] = []
     now_s = time.time()
     status, manifest = (_read(folder / name, problems) for name in (STATUS, "manifest.json"))
-    lines = _read_metrics(folder, problems)
-    last = lines[-1] if lines else {}
+    last = (lines := _read_metrics(folder, problems) or [{}])[-1]
     about_job = {**NO_JOB, **_describe_job(job, states, problems)} if job else NO_JOB
     problems += [why] if job and why else []
     if job is None and (folder / JOBS).exists():
@@ -100,6 +98,8 @@ def _describe(folder: Path, job: JobFolder | None, states: Mapping[int, dict[str
     if cost is not None and eta_s is not None:
         more = compute_cost(eta_s, gpus=int(ended[-1]["gpus"]), price_per_hour=float(ended[-1]["price_per_hour"]))
     checkpoint, error = status.get("last_checkpoint"), status.get("error")
+    if isinstance(checkpoint, str) and (here := folder.absolute() / "checkpoints" / Path(checkpoint).name).exists():
+        checkpoint = str(here)  # the folder may have been copied or moved
     return {
         "run": folder.name,
         **about_job,

@@ -78,6 +78,10 @@ def gpu_settings(cfg: RunConfig, machine: Machine, *, processes: int) -> dict[st
 PLAIN = "deepspeed.json"
 """The user's file without comments, in the run folder. accelerate reads no comments."""
 
+BUILT = {"optimizer", "offload_param", "offload_optimizer", "zenflow", "compile", "data_efficiency", "checkpoint"}
+BUILT |= {f"zero_quantized_{kind}" for kind in ("weights", "nontrainable_weights", "gradients")}
+"""Names in that file for which DeepSpeed compiles operators when a run starts."""
+
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
@@ -122,7 +126,7 @@ def build_strategy_environment(cfg: RunConfig, folder: RunFolder, *, scale: Scal
 
 def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int = 0) -> None:
     """Where the run uses DeepSpeed, build the optimizer where its file moves it to the host; on node 0 also write the
-    plain file. Raise MachineError where DeepSpeed is missing, a killed build left a lock, or the build fails.
+    plain file. Raise MachineError where DeepSpeed is missing, a build that a killed one locked is due, or one fails.
     """
     if "ACCELERATE_USE_DEEPSPEED" not in command.env:
         return
@@ -131,15 +135,16 @@ def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, nod
 
     if find_spec("deepspeed") is None:
         raise MachineError("is not installed", where="deepspeed", fix="make install EXTRAS=deepspeed")
-    for finding in check_builds():
-        if finding.level == "warn":
-            raise MachineError(finding.what, where="deepspeed", fix=finding.fix)
     if cfg.cluster.deepspeed is None:
         return
     values = read_deepspeed(Path(cfg.cluster.deepspeed))
     if node == 0:
         write_text(folder.path / PLAIN, json.dumps(values, indent=2) + "\n")
-    if "offload_optimizer" in values.get("zero_optimization", {}):
+    zero = values.get("zero_optimization", {})
+    for finding in check_builds() if BUILT & {*values, *zero} else ():
+        if finding.level == "warn":
+            raise MachineError(finding.what, where="deepspeed", fix=finding.fix)
+    if "offload_optimizer" in zero:
         prebuild_optimizer(has_gpu="DS_ACCELERATOR" not in command.env)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from argparse import Namespace
@@ -106,7 +107,7 @@ def submit(job: Submission) -> int:
         earlier = newest_job(folder)
         if earlier and (state := ask_state(earlier.job)["state"]) in ACTIVE:  # two jobs would write into the same files
             what = f"the run {folder.name!r} has the job {earlier.job}, which is {state}"
-            fix = f"make cancel RUN={folder.name}, or choose another run_name"
+            fix = f"make cancel RUN={name_run(folder)}, or choose another run_name"
             raise ConfigError(what, where=str(folder), fix=fix)
         files = (folder / CONFIG, folder / JOB_FILE)
         before = {path: path.read_text() for path in files if path.exists()}
@@ -167,12 +168,18 @@ def find_job(output: Path, run: str | None) -> JobFolder:
     for place in places:
         if job := newest_job(place.absolute()):
             return job
-    if run and any((place / "status.json").exists() for place in places):
-        fix = f"look at it with make status RUN={run}"
+    if found := [place for place in places if (place / "status.json").exists()]:
+        fix = f"look at it with make status RUN={name_run(found[0])}"
         raise ConfigError(f"the run {run!r} was not submitted", where=str(output), fix=fix)
     known = ", ".join(job.run.name for job in all_jobs(output)[:5])
     fix = f"name one with RUN=: {known}" if known else "queue one first: make submit CONFIG=..."
     raise ConfigError(f"no run {run!r} with a job" if run else "no run is named", where=str(output), fix=fix)
+
+
+def name_run(folder: Path) -> str:
+    """Return what RUN= calls a run where no config names its output folder: its name in outputs/, else its path."""
+    is_usual = folder.absolute().parent == Path("outputs").absolute()
+    return shlex.quote(folder.name if is_usual else str(folder))
 
 
 def all_jobs(output: Path) -> list[JobFolder]:

@@ -17,6 +17,8 @@ from processes import HANG_S
 from sftplay.cli import main
 from sftplay.errors import MachineError
 from sftplay.launch.accelerate_settings import accelerate_text
+from sftplay.launch.command import Launch
+from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.doctor import check_builds
 from sftplay.runs import strategy_setup
 
@@ -88,7 +90,9 @@ def test_setup_accelerate_writes_again_but_not_over_a_change(tmp_path, capsys):
     assert "stays as it is" in capsys.readouterr().err
 
 
-def test_setup_accelerate_that_is_cut_off_leaves_no_half_a_file_which_it_would_not_write_over(tmp_path, monkeypatch):
+def test_setup_accelerate_that_is_cut_off_leaves_no_half_a_file_which_it_would_not_write_over(
+    tmp_path, monkeypatch, capsys
+):
     path, write = tmp_path / "here.yaml", Path.write_text
 
     def write_half(target, text, **options):
@@ -98,7 +102,21 @@ def test_setup_accelerate_that_is_cut_off_leaves_no_half_a_file_which_it_would_n
     with monkeypatch.context() as full:
         full.setattr(Path, "write_text", write_half)
         assert main(["setup-accelerate", "--out", str(path)]) == 5
+        assert capsys.readouterr().err.startswith(f"{path}: No space left on device\n  fix: make room there")
     assert main(["setup-accelerate", "--out", str(path)]) == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EROFS, 2), (errno.ENOSPC, 5)])
+def test_a_disk_that_takes_no_new_file_is_no_bug_and_the_file_is_named(tmp_path, monkeypatch, capsys, number, code):
+    """A file system that is mounted for reading, or has no room for one more name."""
+
+    def refuse(target, *_, **__):
+        raise OSError(number, os.strerror(number), str(target))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    path = tmp_path / "here.yaml"
+    assert main(["setup-accelerate", "--out", str(path)]) == code
+    assert capsys.readouterr().err.startswith(f"{path}: {os.strerror(number)}\n  fix: ")
 
 
 @pytest.mark.contract
@@ -158,3 +176,24 @@ def test_a_build_that_fails_says_why(builds, monkeypatch):
     monkeypatch.setattr(strategy_setup.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(MachineError, match="no header"):
         strategy_setup.prebuild_optimizer(has_gpu=False)
+
+
+def test_a_lock_of_a_killed_build_stops_only_runs_that_build_operators(builds, tmp_path):
+    """Without a file of the user's, or by one that moves nothing to the host, DeepSpeed compiles nothing."""
+    (tmp_path / "fused_adam").mkdir()
+    (tmp_path / "fused_adam/lock").touch()
+    command = Launch(("worker",), {"ACCELERATE_USE_DEEPSPEED": "true"})
+
+    def prepare(file: str | None) -> None:
+        cfg = SimpleNamespace(cluster=SimpleNamespace(deepspeed=file))
+        strategy_setup.prepare_deepspeed(cfg, RunFolder(tmp_path), command=command)
+
+    own = tmp_path / "own.json"
+    own.write_text('{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}')
+    for file in (None, "deepspeed_configs/zero2.json", "deepspeed_configs/zero3.json"):
+        prepare(file and str(ROOT / file))
+    for file in (str(ROOT / "deepspeed_configs/zero2_offload.json"), str(own)):
+        with pytest.raises(MachineError, match="a build was killed") as refused:
+            prepare(file)
+        assert refused.value.fix == f"rm {tmp_path}/fused_adam/lock"
+    assert builds == []

@@ -145,10 +145,13 @@ def test_a_run_without_a_result_is_refused(verb: str, run: Finished, call: Any, 
     hidden.rename(run.folder.path / "away")
     try:
         code, _, err = call(verb)
+        with run.folder.locked():
+            code_of_running, _, said = call(verb)
     finally:
         (run.folder.path / "away").rename(hidden)
-    assert code == 2
-    assert "this run has no result yet" in err
+    assert (code, code_of_running) == (2, 2)
+    assert "this run has no result yet\n  fix: finish it with `make resume`" in err
+    assert "this run has no result yet\n  fix: wait for its end: it runs" in said
 
 
 def test_serve_without_its_packages_names_the_command_that_brings_them(call: Any, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -307,3 +308,23 @@ def test_a_real_run_is_seen_while_it_trains_when_it_is_killed_and_when_it_was_re
     assert (done["now"], done["step"], done["n_attempts"]) == ("done", 4, 2)
     assert first["seconds"] == pytest.approx(died["seconds"], abs=1.0)
     assert done["cost"] == pytest.approx((first["seconds"] * 3.5 + second["seconds"] * 7) / 3600)
+
+
+def test_a_run_of_another_output_folder_is_found_by_what_its_refusal_advises(capsys: pytest.CaptureFixture[str]):
+    put("run", state="done", step=8)
+    Path("outputs").rename("elsewhere")
+    Path("run.yaml").write_text("output_dir: elsewhere\nmodel: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n")
+    assert main(["status", "--run", "run"]) == 2
+    assert "fix: train one first, or give its folder or its --config=\n" in capsys.readouterr().err
+    assert text_of(capsys, "--run", "elsewhere/run") == text_of(capsys, "--config=run.yaml", "--run=run")
+
+
+def test_the_last_checkpoint_of_a_copied_run_is_the_one_in_the_copy(capsys: pytest.CaptureFixture[str]):
+    checkpoint = Path("outputs/run/checkpoints/checkpoint-8")
+    put("run", state="stopped", step=8, last_checkpoint=str(checkpoint.absolute()))
+    checkpoint.mkdir(parents=True)
+    shutil.copytree("outputs/run", "copy")
+    for place in ("outputs/run", "copy"):
+        its_own = str(Path(place, "checkpoints/checkpoint-8").absolute())
+        assert status(capsys, "--run", place)["last_checkpoint"] == its_own
+        assert f" {its_own}\n" in text_of(capsys, "--run", place)

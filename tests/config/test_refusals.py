@@ -1,5 +1,6 @@
 """What a refused config says: place, value, one action, nearest name."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,9 @@ WRONG = {
     "logging: {backend: [wandb, mlflov]}": ("logging.backend.1", "no backend called 'mlflov'", "'mlflow'"),
     "logging: {backend: [none]}": ("logging.backend.0", "'none' stands in a list", "write logging.backend: none"),
     "seed: -1": ("seed", "-1 is not a whole number of at least 0 and below 4294967296", "whole number"),
-    "run_name: 3": ("run_name", "3 is not text, or null", "text"),
+    "run_name: 3": ("run_name", "3 is not text, or null", "write text, or null; in quotes it is text"),
+    "run_name: 007": ("run_name", "7 is not text, or null", "write text, or null; in quotes it is text"),
+    "train: {extra: true}": ("train.extra", "true is not keys with values", "write keys with values"),
 }
 
 
@@ -67,6 +70,14 @@ def test_a_wrong_value_is_shown_with_what_is_accepted(refusals, text):
     assert problem.where == f"run.yaml:1 {key}"
     assert what in problem.what
     assert fix in problem.fix
+
+
+def test_a_number_that_shall_be_text_is_taken_as_it_is_advised(write):
+    config = write("model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n")
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(config, ["run_name=007"])
+    quoted = caught.value.problems[0].fix.rpartition(", on the command line ")[2]
+    assert load_config(config, [f"run_name={shlex.split(quoted)[0]}"]).run_name == "007"
 
 
 @pytest.mark.contract

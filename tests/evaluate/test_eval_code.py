@@ -94,7 +94,7 @@ def test_a_run_without_a_result_is_told_from_a_config_without_a_run(
     assert cli.main(["eval-code", "--config", str(config), "--data", str(problems)]) == 2
     said = capsys.readouterr().err
     assert "this run has no result yet" in said
-    assert "ARGS=--base" in said
+    assert "is measured with --base\n" in said
     assert cli.main(["eval-code", "--config", str(config), "--data", str(problems), "--run", "other"]) == 2
     assert "no run 'other'" in capsys.readouterr().err
 

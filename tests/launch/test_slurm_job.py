@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from sftplay.launch.slurm.job import (
     write_summary,
 )
 from sftplay.launch.slurm.request import JobRequest, gpus_in, in_our_names, job_file, limit_seconds
+from sftplay.make_arguments import split_args
 from sftplay.signals import Echoes
 
 
@@ -319,10 +321,26 @@ def test_logs_and_cancel_name_the_runs_with_a_job_or_how_to_queue_one(
     run.mkdir(parents=True)
     add_job(run, 17)
     assert main(["cancel"]) == 2
-    assert "fix: name one with RUN=: night" in capsys.readouterr().err
+    assert "fix: name one with --run=: night" in capsys.readouterr().err
     RunFolder(tmp_path / "outputs" / "mine").update_status(state="done")
     assert main(["logs", "--run", "mine"]) == 2
-    assert "fix: look at it with make status RUN=mine" in capsys.readouterr().err
+    assert "fix: look at it with make status RUN=mine\n" in capsys.readouterr().err
+
+
+def test_the_advice_of_logs_and_cancel_names_a_run_of_another_output_folder_as_status_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    run, config = RunFolder(tmp_path / "my outs" / "mine"), tmp_path / "run.yaml"
+    run.create()
+    run.update_status(state="done")
+    config.write_text("output_dir: my outs\nmodel: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n")
+    for verb, name in (("logs", "mine"), ("cancel", str(run.path))):
+        assert main([verb, "--config", str(config), "--run", name]) == 2
+        make, status, setting = shlex.split(capsys.readouterr().err.partition("look at it with ")[2])
+        assert (make, status) == ("make", "status")
+        assert main(["status", setting.replace("RUN=", "--run=")]) == 0
+        assert "done" in capsys.readouterr().out
 
 
 def test_summary_of_a_run_that_has_failed_has_all_that_is_known_of_it(tmp_path: Path):
@@ -401,6 +419,17 @@ def test_job_that_makes_no_step_in_three_lives_is_not_queued_again(life: Life, s
         assert life.end(restarts=restarts, code=138, **{"from": 4, "to": 4}) == 138
     assert calls.read_text().splitlines() == ["scontrol requeue 12"] * 2
     assert "no step was made in 3 attempts" in life.job.note
+
+
+def test_a_job_that_cannot_go_on_names_its_run_as_make_takes_it_also_with_a_space_in_its_name(
+    life: Life, slurm: Callable[..., Path]
+):
+    slurm(scontrol="exit 1")
+    life.run = life.run.rename(life.run.with_name("my run"))
+    life.job = JobFolder(life.run, 12)
+    assert life.end(code=138, **{"from": 4, "to": 8}) == 138
+    (settings,) = [word for word in shlex.split(life.job.note.splitlines()[-1]) if word.startswith("ARGS=")]
+    assert split_args(settings.removeprefix("ARGS=")) == ["run_name=my run", "train.resume=auto"]
 
 
 def test_the_first_node_trains_in_the_job_itself_and_srun_starts_the_others(tmp_path: Path):

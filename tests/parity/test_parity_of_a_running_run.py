@@ -16,12 +16,14 @@ import torch
 from grpo_run import grpo_inputs, grpo_options
 from in_process import Inputs, new_run, train_in
 from processes import HANG_S
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from sftplay import cli
 from sftplay.atomic import locked
 from sftplay.errors import ConfigError
+from sftplay.launch.checkpoints import MARKER
+from sftplay.parity.causes import explain_seal
 from sftplay.parity.running import checkpoint_as_run
 from sftplay.tasks.grpo import task
 from sftplay.train.eval_mode import random_numbers_kept
@@ -93,12 +95,27 @@ def test_what_a_killed_one_has_left_is_removed_and_what_another_holds_stays(inpu
     assert [path.name for path in folder.path.glob(".parity-*")] == [held.name]
 
 
+@pytest.mark.parametrize(("state", "causes"), [("running", 0), ("done", 1)])
+def test_a_run_that_saves_meanwhile_is_not_said_to_have_a_changed_result(
+    state: str, causes: int, inputs: Inputs, tmp_path: Path
+):
+    cfg, folder = new_run(tmp_path, inputs)
+    for n, place in enumerate(("adapter", "checkpoints/checkpoint-40")):
+        (folder.path / place).mkdir(parents=True)
+        save_file({"w": torch.full((2,), float(n))}, folder.path / place / "adapter_model.safetensors")
+    (folder.checkpoints / "checkpoint-40" / MARKER).touch()
+    folder.update_status(state=state, step=40)
+    assert len(explain_seal(folder, cfg)) == causes
+
+
 AGAIN = """
 import sys
 from pathlib import Path
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.checkpoints import MARKER
+from sftplay.parity.causes import explain_seal
 from sftplay.parity.running import checkpoint_as_run
 
 cfg, folder = load_config(sys.argv[1]), RunFolder(Path(sys.argv[2]))

@@ -178,6 +178,11 @@ def test_a_run_that_would_learn_from_such_a_reward_does_not_begin_and_names_what
     assert main(["train", "--config", shipped, *small]) == 5
     assert "JUDGE_API_KEY" not in capsys.readouterr().out
     assert main(["train", "--config", path, *small, "--dry-run"]) == 0
+    capsys.readouterr()
+    (given := tmp_path / "given.jsonl").write_text('{"completion": "a"}\n')
+    for more, code in (([], 5), (["--in", str(given)], 0)):  # the verb says what a run says
+        assert main(["reward-check", "--config", config(tmp_path, [bad]), *more]) == code
+        assert line in capsys.readouterr().out.splitlines()
 
 
 def test_a_column_that_no_row_has_is_missed_also_where_nothing_can_be_tried():

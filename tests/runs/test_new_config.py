@@ -113,7 +113,7 @@ def test_rows_that_are_no_pairs_get_the_advice_of_their_task(tmp_path, capsys):
 @pytest.mark.contract
 def test_a_data_file_that_is_not_there_is_answered_with_the_setting_that_names_it(tmp_path, capsys):
     assert main(["init", f"--data={tmp_path / 'no.jsonl'}", f"--out={tmp_path / 'run.yaml'}"]) == 4
-    assert "fix: correct DATA=" in capsys.readouterr().err
+    assert "fix: correct --data=" in capsys.readouterr().err
 
 
 @pytest.mark.contract

@@ -185,9 +185,9 @@ def test_a_run_that_is_not_there_is_refused_with_the_nearest_name_and_starts_not
     done = call(tmp_path, "tensorboard", "--run", "nihgt-1")
     assert done.returncode == 2
     assert "no run 'nihgt-1'" in done.stderr
-    assert "did you mean RUN=night-1?" in done.stderr
+    assert "did you mean --run=night-1?" in done.stderr
     done = call(tmp_path, "tensorboard", "--run", "zzz")
-    assert "leave RUN= out to see all runs" in done.stderr
+    assert "leave --run= out to see all runs" in done.stderr
     assert not (tmp_path / RECORD).exists()
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"night-1", "demo"}
 

@@ -170,7 +170,7 @@ def test_a_move_that_no_checkpoint_survives_is_refused_with_its_reason(
     done = sftplay("resume", "--config", config, "--nproc", now, "--dry-run")
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
-    assert f"NPROC={before}" in done.stderr
+    assert f"--nproc={before}" in done.stderr
 
 
 @pytest.mark.slow

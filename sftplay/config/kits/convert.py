@@ -210,7 +210,7 @@ def find_kit(tree: Mapping[str, Any], kind: str, *, where: str) -> Kit:
     marked = [kit for kit in kits.values() if names & set(kit.marks.split())]
     if not marked:
         what = f"is no config of {', '.join(kit.title for kit in kits.values())}: it has none of the keys that tell"
-        fix = f"name the kit with KIND= (--kind): {', '.join(kits)}"
+        fix = f"name the kit with KIND=: {', '.join(kits)}"
         raise ConfigError(what, where=where, fix=fix)
     return max(marked, key=count_known)
 

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -453,7 +454,8 @@ def _requeue(job: JobFolder, *, nproc: int, code: int) -> None:
             return
         except MachineError as error:
             problem = f"stopped with a checkpoint, and not queued again ({error.what})"
-    fix = "go on with: make submit CONFIG=... ARGS='run_name=" + job.run.name + " train.resume=auto'"
+    args = shlex.quote(shlex.join([f"run_name={job.run.name}", "train.resume=auto"]))
+    fix = f"go on with: make submit CONFIG=... ARGS={args}"
     say(f"{problem}\n  fix: {fix}")
     with _notes_at_best():
         write_text(job.path / NOTE, f"{problem}\n{fix}\n")

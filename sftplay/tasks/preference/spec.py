@@ -71,11 +71,11 @@ def find_reference_model(cfg: RunConfig) -> ReferenceModel:
     if not folder.is_dir() and "/" not in name and (run / RESOLVED).is_file():
         folder = run
     if (folder / RESOLVED).is_file():
-        result = RunFolder(folder).result
-        if result is None:
-            fix = "finish it with `make resume`, or name a run that is finished"
+        holder = RunFolder(folder)
+        if holder.result is None:
+            fix = f"{holder.remedy}, or name a run that is finished"
             raise ConfigError(f"the run {folder} has no result yet", where=where, fix=fix)
-        folder = result
+        folder = holder.result
     if (folder / ADAPTER_CONFIG).is_file():
         base, revision = find_adapter_base(folder)
         return ReferenceModel(base, revision, folder)

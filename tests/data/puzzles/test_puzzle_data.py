@@ -413,7 +413,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "puzzles.jsonl").write_text("")
     (tmp_path / "README.md").write_text("")
     error = refusal(capsys, "--kind=sudoku", out, f"--in={tmp_path}")[1]
-    assert error["fix"].endswith(f"which is then split: IN={tmp_path / 'puzzles.jsonl'}")
+    assert error["fix"].endswith(f"which is then split: --in={tmp_path / 'puzzles.jsonl'}")
     code, error = refusal(capsys, "--kind=chess", out)
     assert (code, "'chess'" in error["what"]) == (2, True)
     assert refusal(capsys, "--kind=sudoku4", out, "train.max_steps=3")[0] == 2
