@@ -315,3 +315,9 @@ def test_an_environment_that_fails_is_asked_for_no_junk_and_says_so_once(tmp_pat
         said.splitlines()[-2] == "rewards: game: raises (the environment raised ValueError: no such room (game.py:5))"
     )
     assert (tmp_path / "asked").read_text() == 4 * "x"
+
+
+@pytest.mark.parametrize("n", ["0", "-1", "x"])
+def test_no_rows_at_all_are_no_number_of_rows(n, capsys):
+    assert main(["reward-check", "--config", "configs/run_grpo_toy.yaml", "--n", n]) == 2
+    assert "not a number, 1 or more" in capsys.readouterr().err
