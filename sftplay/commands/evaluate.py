@@ -153,7 +153,7 @@ def _expect_held_out(rows: Any) -> None:
 
 
 def _load_data(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
-    from sftplay.data.load_prompts import load_held_out_prompts, load_prompts
+    from sftplay.data.load_prompts import load_held_out_prompts, load_prompts, read_prompt_keys
     from sftplay.data.pipeline import load_examples, load_held_out, refuse_trained_rows
     from sftplay.model.tokenizer import load_tokenizer
 
@@ -166,8 +166,8 @@ def _load_data(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
         named["tools"] = describe_tools(EnvironmentSpec.from_config(cfg))
     checked = folder.read_json("data_report.json").get("files")
     if split == "test":
-        if not cfg.task.learns_from_rewards:
-            refuse_trained_rows(cfg, str(cfg.data.test_path), files=checked or {})
+        read_keys = read_prompt_keys if cfg.task.learns_from_rewards else None
+        refuse_trained_rows(cfg, str(cfg.data.test_path), files=checked or {}, read_keys=read_keys)
         load = load_held_out_prompts if cfg.task.learns_from_rewards else load_held_out
         return load(cfg, tokenizer, path=str(cfg.data.test_path), **named)
     if cfg.task.learns_from_rewards:

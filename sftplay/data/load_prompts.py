@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from sftplay import log
+from sftplay.config.data import DataConfig
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, expect_unchanged, fingerprint
 from sftplay.data.layouts import read_layout_options
@@ -160,6 +161,16 @@ def load_held_out_prompts(
 ) -> Prompts:
     """Return all prompts of one file as the held-out side, as for `data.test_path`; `train` is empty."""
     return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)], guarded=[], tools=tools)
+
+
+def read_prompt_keys(path: str, data: DataConfig) -> Iterator[tuple[Source, Keys]]:
+    """Yield the place and the keys of each row with a question; its content is the question alone."""
+    reading = read_layout_options(data)
+    for number, (source, row) in enumerate(read_rows(path, read_dialect(data))):
+        if not isinstance(row, Refused):
+            with suppress(DataError):
+                keys = compute_keys(to_prompt(row, source, number=number, reading=reading).unanswered)
+                yield source, Keys(keys.content, keys.prompt, keys.prompt)
 
 
 def _load(

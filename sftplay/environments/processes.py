@@ -235,7 +235,7 @@ class SingleTurns:
                 found.values.append(reward or 0.0)
             except Failed as error:
                 found.values.append(None)
-                found.reasons.append(f"the environment {error}")
+                found.reasons[:] = dict.fromkeys([*found.reasons, f"the environment {error}"])
             finally:
                 process.end()
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import MutableMapping
@@ -178,13 +179,19 @@ class ChatRequest(Strict):
         return body | ({"chat_template_kwargs": values} if values else {})
 
 
+FORM = re.compile(r"str|constrained-str|list\[.*\]")
+"""What pydantic calls the forms of a value, among the names of keys that lead to a problem."""
+
+
 def read_request(body: bytes) -> ChatRequest:
-    """Return the request in a body. Raise RefusedRequest with 400 and the name of the first wrong parameter."""
+    """Return the request in a body. Raise RefusedRequest with 400 and the name of a wrong parameter."""
     try:
         return ChatRequest.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(map(str, first["loc"])) or None
+        # Of the forms that a value may have, that is meant in which it is not wrong as a whole.
+        found = error.errors(include_url=False, include_input=False)
+        first = min(found, key=lambda problem: problem["type"] in ("string_type", "list_type"))
+        param = ".".join(part for part in map(str, first["loc"]) if not FORM.fullmatch(part)) or None
         what = "not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
         raise RefusedRequest(400, f"{param}: {what}" if param else what, param=param) from None
 
@@ -257,10 +264,11 @@ class ChatApp:
 
 
 class StopTextSend:
-    """A `send` that cuts an answer before its stop text, and ends a stream with `[DONE]`."""
+    """A `send` that cuts an answer before its stop text, ends a stream with `[DONE]`, and names the model as asked."""
 
     def __init__(self, send: Send, request: ChatRequest) -> None:
         self.send, self.stops, self.is_stream = send, request.stops, bool(request.stream)
+        self.named = {"model": request.model}  # transformers' server adds @main (5.17, `process_model_name`)
         self.status = 200
         self.body = b""
         self.held = ""
@@ -269,10 +277,10 @@ class StopTextSend:
     async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if self.is_stream or not self._changes:
+            if self.is_stream or self.status != 200:
                 await self.send(message)
             return
-        if not self._changes:
+        if self.status != 200:
             await self.send(message)
             return
         is_last = not message.get("more_body", False)
@@ -283,20 +291,16 @@ class StopTextSend:
             return
         self.body += message.get("body", b"")
         if is_last:
-            answer = json.loads(self.body)
-            for choice in answer["choices"]:
+            answer = json.loads(self.body) | self.named
+            for choice in answer["choices"] if self.stops else ():
                 choice["message"]["content"] = self._cut(choice["message"].get("content") or "", is_last=True)
                 choice["finish_reason"] = "stop" if self.is_cut else choice.get("finish_reason")
             await send_json(answer, self.send)
 
-    @property
-    def _changes(self) -> bool:
-        return self.status == 200 and (self.is_stream or bool(self.stops))
-
     def _event(self, event: bytes) -> bytes:
         """Return an event of a stream, with its text cut at a stop text; empty where no text is left."""
         try:
-            part = json.loads(event.removeprefix(b"data: "))
+            part = json.loads(event.removeprefix(b"data: ")) | self.named
             choice = part["choices"][0]
         except (ValueError, LookupError, TypeError):
             return event + b"\n\n"

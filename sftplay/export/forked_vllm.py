@@ -6,12 +6,26 @@ vLLM starts the engine there as a new Python, which imports all of vLLM again (v
 
 from __future__ import annotations
 
-import multiprocessing
-from functools import partial
+from multiprocessing.context import ForkContext, ForkProcess
 
 from vllm.entrypoints.launchers.api_server.entry import main
 from vllm.v1.engine import utils
 
+from sftplay.signals import die_with_parent
+
+
+class Engine(ForkProcess):
+    """A process that ends with the server, also where nothing else is left to end it."""
+
+    def run(self) -> None:
+        die_with_parent()
+        super().run()
+
+
+class EngineContext(ForkContext):
+    Process = Engine
+
+
 if __name__ == "__main__":
-    utils.get_mp_context = partial(multiprocessing.get_context, "fork")
+    utils.get_mp_context = EngineContext
     main()

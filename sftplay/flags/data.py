@@ -53,7 +53,9 @@ FLAGS: dict[str, Flags] = {
     },
     "reward-check": {
         **RUN,
-        "--n": flag("how many rows (32); of a run, how many steps (all)", count),
+        "--n": flag(
+            "how many rows (32); of a run, how many steps (all)", number("a number, 1 or more", int, holds=bool)
+        ),
         "--in": flag("rows with `completion`: the rewards of each", PATH, dest="input", default=""),
     },
     "completion": {"--shell": flag("bash, zsh or fish", default="")},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,6 +18,9 @@ from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
 TEXT = ".txt"
+OF_A_TRAINING = re.compile(r", or leave such rows out with .*|; or map its column with .*")
+"""Remedies that need other settings than those of the run: every row is answered, as the run reads rows."""
+
 BATCHES_IN_WINDOW = 64
 """Batches in a window. Rows are sorted by length inside a window, and only one window is in memory."""
 
@@ -34,7 +38,11 @@ class PromptFile:
         for number, (source, row) in enumerate(self._rows()):
             if isinstance(row, Refused):
                 raise DataError(row.reason, where=str(source), fix="correct the row")
-            yield to_prompt(row, source, number=number, reading=self.reading)
+            try:
+                prompt = to_prompt(row, source, number=number, reading=self.reading)
+            except DataError as error:
+                raise DataError(error.what, where=error.where, fix=OF_A_TRAINING.sub("", error.fix)) from None
+            yield prompt
 
     def _rows(self) -> Iterator[tuple[Source, RowFields | Refused]]:
         if not self._is_text:

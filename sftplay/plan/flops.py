@@ -56,8 +56,7 @@ def model_flops(shape: ModelShape, execution: MemorySetup) -> ModelFlops | None:
     """Count the operations of a model of this shape; None where the shape leaves parts of the model out.
 
     A product takes 2 operations a weight forward, 2 for the gradient of its input, and 2 for that of its weight where
-    that trains. Nothing before the first weight that trains has a gradient. DoRA's norms are left out.
-    """
+    that trains. Nothing before the first weight that trains has a gradient. DoRA's norms are left out."""
     if shape.unmodelled:
         return None
     embeddings_train = _trains(execution.adapter, EMBEDDINGS)
@@ -66,16 +65,14 @@ def model_flops(shape: ModelShape, execution: MemorySetup) -> ModelFlops | None:
     per_token, passes, passes_near = 0.0, 0.0, 0.0
     for kind in shape.kinds:
         later, attention = _count_layer(kind, execution.adapter, reached=True)
-        # Only the first layer may lack a gradient.
-        is_first = kind is shape.kinds[0]
+        is_first = kind is shape.kinds[0]  # only the first layer may lack a gradient
         per_token += (first if is_first else 0) + (kind.layers - is_first) * later
         near_layers = 0
         if kind.sliding_window is not None:
             # All of them, or all but the last of each pattern (Gemma: 1 of 2 or of 6 sees the whole row).
             whole = 0 if shape.parts or kind.layer_pattern == 1 else kind.layers // kind.layer_pattern
             near_layers = kind.layers - whole
-        # A pattern of several kinds of layers ends with one that sees all.
-        first_is_near = is_first and near_layers > 0
+        first_is_near = is_first and near_layers > 0  # a pattern of several kinds of layers ends with one that sees all
         pair = PRODUCTS * kind.heads * kind.head_dim
         near = first_attention * first_is_near + attention * (near_layers - first_is_near)
         passes_near += pair * near
@@ -96,7 +93,10 @@ def _count_layer(shape: ModelShape, adapter: Adapter | None, *, reached: bool) -
     *inward, outward = [linear for linear in shape.linears if not linear.is_mlp]
     mlp = [linear for linear in shape.linears if linear.is_mlp]
     total, flows = _products(inward, adapter, reached=reached)
-    attention = FORWARD + (2 * BACKWARD_INPUT if flows else 0)  # a product of two inputs has two gradients
+    # Gradients of queries, keys and values, where one flows; those of queries and keys need that of the scores.
+    flowing = [linear.name for linear in inward if _products([linear], adapter, reached=reached)[1]]
+    wanted = {letter for name in flowing for letter in (name[0] if name in ("q_proj", "k_proj", "v_proj") else "qkv")}
+    attention = FORWARD + BACKWARD_INPUT // PRODUCTS * (len(wanted) + (not wanted.isdisjoint("qk")))
     if (rule := shape.mixer) is not None:
         # The recurrence itself: a head's state is read by a key, written by one, and read by a query.
         total += 3 * attention * rule.heads * rule.key_dim * rule.value_dim

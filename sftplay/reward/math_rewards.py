@@ -75,6 +75,7 @@ _QUALIFIER = re.compile(
 """Words next to a number that change what it says."""
 
 _INSIDE = rf"(?:[^()\[\]{{}}]|\{{{_BALANCED}\}}|[(\[][^()\[\]]*[)\]])*"
+_RELATION = re.compile(r"[<>≤≥]|\\[lg]eq?(?![a-zA-Z])")
 _SEPARATOR = re.compile(rf"(?:[,;]|\s(?:or|and)\s)(?!{_INSIDE}[)\]}}])")
 _DIGITS = r"(?:\d{1,3}(?:[ ,'’_]\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}|\d+)(?:\.\d+)?|\.\d+"
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
@@ -190,7 +191,10 @@ def is_equal(given: str, right: str) -> bool:
             return abs(pair[0]) >= 1  # People write 50 for 50 %. But 0.5 for 0.5 % would be a hundred times too much.
         return value == right_value and (unit == right_unit or not unit or not right_unit)
     (opening, items), (brackets, elements) = _split_list(given), _split_list(right)
-    if len(items) == len(elements) == 1:
+    # (1, 2) may be a point, unless it answers with 1 < x < 2.
+    relation, interval = (given, right) if re.search(r"^\[|\]$|\\infty", right) else (right, given)
+    is_interval = _RELATION.search(relation) and re.fullmatch(r"[(\[][^,]+,[^,]+[)\]]", interval)
+    if is_interval or len(items) == len(elements) == 1:
         return _is_same_formula(given, right)
     if brackets == "{}" or (not brackets and re.search(r"\s(?:or|and)\s", right)):  # a set
         is_in = [[is_equal(item, element) for element in elements] for item in items]
@@ -269,4 +273,5 @@ def _is_same_formula(given: str, right: str) -> bool:
     read = [parse(f"${text}$", parsing_timeout=None, raise_on_error=False) for text in (right, given)]
     # The last element of what it found is the text itself: two texts that cannot be read are not equal for that.
     formulas = [[form for form in found if not isinstance(form, str)] for found in read]
-    return all(formulas) and bool(verify(*formulas, float_rounding=15, timeout_seconds=None, raise_on_error=False))
+    options: dict[str, Any] = {"allow_set_relation_comp": True, "timeout_seconds": None, "raise_on_error": False}
+    return all(formulas) and bool(verify(*formulas, float_rounding=15, **options))

@@ -72,9 +72,11 @@ def open_run(
         raise ConfigError(what, where=str(folder.path), fix=f"{fix} AutoModelForSequenceClassification")
     unset = {key: value for key, value in (values or {}).items() if given.origins.get(key) != "command line"}
     given = given.with_values(unset, args.verb)
-    wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}
+    wanted: dict[str, Any] = {"eval": given.eval.model_dump()}
     if given.data.val_path is not None:  # without one the run keeps its own held-out rows, not a share of the others
         wanted["data.val_path"] = given.data.val_path
+    if given.data.test_path is not None or given.origins.get("data.test_path") == "command line":
+        wanted["data.test_path"] = given.data.test_path
     return folder.at_base_commit(cfg).with_values(wanted, "command line"), folder
 
 

@@ -152,7 +152,8 @@ def check_reward(call: RewardWorker | CodeTests, cases: Sequence[Case], *, rewar
     columns = {name: [case.columns[name] for case in cases] for name in cases[0].columns}
     places = [case.where or f"row {n}" for n, case in enumerate(cases, 1)]
     gold = call([case.gold for case in cases], **columns)
-    kinds = {kind: call(answers, **columns) for kind, answers in junk_answers(cases).items()}
+    asked = {} if None in gold.values else junk_answers(cases)  # it fails in any case, and may take its deadline to
+    kinds = {kind: call(answers, **columns) for kind, answers in asked.items()}
     junk = {kind: _mean_known(scores) for kind, scores in kinds.items()}
     verdict, why = _judge(gold, junk, only_form=judges_form(reward))
     paid = [] if judges_form(reward) else [

@@ -234,6 +234,13 @@ def test_eval_of_test_rows_that_are_not_named_is_refused(
     assert "there is no test set" in capsys.readouterr().err
 
 
+def test_a_config_that_names_no_test_rows_leaves_those_of_the_run(run: Finished, config: Path, tmp_path: Path):
+    lines = [line for line in config.read_text().splitlines() if "test_path" not in line]
+    path = tmp_path / "run.yaml"
+    path.write_text("\n".join(lines))
+    assert cli.main(["eval-test", "--config", str(path), "--run", str(run.folder.path), "eval.limit=1"]) == 0
+
+
 def test_rows_that_were_trained_on_are_no_test_rows(
     run: Finished, config: Path, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -301,6 +301,12 @@ def test_a_wrong_parameter_is_the_clients_error_and_is_named(wrong: str, ask: As
     ]
 
 
+def test_the_message_is_of_the_form_that_was_given(ask: Ask):
+    assert ask(asking(**WRONG["stop, many"]))[1]["error"]["message"].startswith("stop: List should have at most 16")
+    picture = ask(asking(**WRONG["messages.0.content, a picture"]))[1]["error"]
+    assert picture["message"] == "messages.0.content.0.type: Input should be 'text'"
+
+
 BROKEN = [
     b"",
     b"{",
@@ -385,14 +391,17 @@ def test_tools_reach_the_template_and_the_server(ask: Ask, behind: Behind):
 
 def event(text: str | None = None, finish: str | None = None, **delta: Any) -> bytes:
     delta = delta if text is None else {"content": text}
-    return b"data: %s\n\n" % json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}).encode()
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return b"data: %s\n\n" % json.dumps({"choices": [choice], "model": f"{NAME}@main"}).encode()
 
 
 def read_stream(text: str) -> tuple[str, list[str]]:
     """The text of a stream, and the other things that its events say."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
-    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    events = [json.loads(line) for line in lines[:-1]]
+    assert {event["model"] for event in events} == {NAME}  # as it was asked for, without a revision
+    choices = [event["choices"][0] for event in events]
     return "".join(choice["delta"].get("content", "") for choice in choices), [
         *(choice["delta"]["role"] for choice in choices if "role" in choice["delta"]),
         *(choice["finish_reason"] for choice in choices if choice["finish_reason"]),
@@ -429,10 +438,11 @@ def test_a_whole_answer_ends_before_the_text_at_which_it_was_to_stop(ask: Ask, b
     whole = {
         "choices": [{"message": {"role": "assistant", "content": "one\nEND two"}, "finish_reason": "length"}],
         "usage": {"total_tokens": 5},
+        "model": f"{NAME}@main",
     }
     raw = json.dumps(whole).encode()
     behind.answer = [raw[:20] + raw[20:]]
-    assert ask(asking())[1] == whole
+    assert ask(asking())[1] == whole | {"model": NAME}
     (cut,) = ask(asking(stop=["END", "\n"]))[1]["choices"]
     assert (cut["message"]["content"], cut["finish_reason"]) == ("one", "stop")
     assert behind.asked[-1][1]["stop"] == ["END", "\n"]

@@ -224,6 +224,21 @@ def test_server_listens_here_alone_and_nothing_of_it_outlives_the_verb(server: S
     assert "Traceback" not in server.output.read_text()
 
 
+def test_an_engine_that_is_a_fork_ends_with_its_server_where_nothing_else_ends_it():
+    code = (
+        "import time; from sftplay.export import forked_vllm; "
+        "engine = forked_vllm.EngineContext().Process(target=time.sleep, args=(600,)); "
+        "engine.start(); print(engine.pid, flush=True); time.sleep(600)"
+    )
+    argv = [str(find_vllm_python()), "-c", code]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True) as server:
+        assert server.stdout is not None
+        engine = int(server.stdout.readline())
+        assert is_alive(engine)
+        server.kill()
+    wait_until(lambda: not is_alive(engine))
+
+
 def descendants(pid: int) -> set[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return {int(child) for child in children}.union(*(descendants(int(child)) for child in children))

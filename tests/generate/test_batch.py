@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lively import lively_model
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay import cli
-from sftplay.errors import ConfigError, RunError
+from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.generate import batch
 from sftplay.generate import prompts as questions
 from sftplay.generate.generate import Generator, SampleByRow, Sampling, answer_all, answer_batch
@@ -339,3 +340,19 @@ def test_a_text_file_has_a_question_in_each_line(tmp_path: Path):
     before = PromptFile(str(tmp_path / "in.TXT")).digest()
     (tmp_path / "in.TXT").write_text("other")
     assert PromptFile(str(tmp_path / "in.TXT")).digest() != before
+
+
+@pytest.mark.parametrize(
+    ("row", "fix"),
+    [
+        ('{"prompt": ""}', "correct the row"),
+        ('{"ask": "why"}', "name the question with one of .* 'question'"),
+        ("{", "correct the row"),
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_refused_without_the_remedies_of_a_training(row: str, fix: str, tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text(f'{{"prompt": "why"}}\n{row}\n')
+    with pytest.raises(DataError) as refusal:
+        list(PromptFile(str(tmp_path / "in.jsonl")))
+    assert refusal.value.where == f"{tmp_path}/in.jsonl:2"
+    assert re.fullmatch(fix, refusal.value.fix)

@@ -53,6 +53,21 @@ def test_what_is_measured_in_the_run_after_it_and_by_eval_is_the_same(run: Finis
     assert run_verb("eval-test")["after"]["n"] == 6
 
 
+def test_prompts_that_were_trained_on_are_no_test_rows(
+    run: Finished, tmp_path: Path, verbs_environment: None, capsys: pytest.CaptureFixture[str]
+):
+    prompts = [json.loads(line) for line in Path(run.cfg.data.train_path or "").read_text().splitlines()]
+    path = tmp_path / "test.jsonl"
+    # The question alone counts: another answer makes no new one.
+    rows = [{"prompt": "a new question"}, {**prompts[3], "answer": "other"}, prompts[5]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["eval-test", "--config", str(run.folder.path.parents[1] / "run.yaml"), f"data.test_path={path}"]
+    assert cli.main(words) == 4
+    said = capsys.readouterr().err
+    assert said.startswith(f"{path}: 2 of its rows were trained on")
+    assert f"train.jsonl:4 is held out as well, at {path}:2" in said
+
+
 def test_the_report_of_process_is_that_of_the_run(run: Finished, run_verb: Verb):
     assert run_verb("process") == run.folder.read_json("data_report.json")
 

@@ -86,7 +86,8 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"SLURM_CONF": str(self.home / "slurm.conf")}
+        # `processes` reads the environment, which setproctitle would overwrite for the title of vLLM's engine.
+        return {"SLURM_CONF": str(self.home / "slurm.conf"), "SPT_NOENV": "1"}
 
     def start(self, name: str, *argv: str) -> None:
         """Start a daemon; its lines go to a file of its name."""

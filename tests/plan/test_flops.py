@@ -92,6 +92,12 @@ def test_nothing_in_front_of_the_first_adapter_has_a_gradient(family: str):
     assert_counted(*build(family, "lora", targets), path_of("lora", targets), ROWS * TOKENS)
 
 
+@pytest.mark.parametrize("letters", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
+def test_attention_of_the_first_layer_has_the_gradients_that_its_adapters_need(letters: str):
+    targets = [f"{letter}_proj" for letter in letters]
+    assert_counted(*build("llama", "lora", targets), path_of("lora", targets), ROWS * TOKENS)
+
+
 def test_training_everything_takes_six_operations_a_weight_and_palms_attention():
     shape = find_shape("meta-llama/Llama-2-7b-hf")
     assert shape is not None

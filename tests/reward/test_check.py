@@ -301,3 +301,28 @@ def test_a_given_row_that_no_reward_can_judge_is_named(tmp_path, capsys, row, sa
     refused = capsys.readouterr().err
     assert said in refused
     assert "completions.jsonl:2" in refused
+
+
+def test_an_environment_that_fails_is_asked_for_no_junk_and_says_so_once(tmp_path, capsys):
+    (tmp_path / "game.py").write_text(
+        f"class Game:\n    def reset(self, row):\n        open({str(tmp_path / 'asked')!r}, 'a').write('x')\n"
+        "    def step(self, text):\n        raise ValueError('no such room')\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "{n} steps"}}\n' for n in range(4)))
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"task_mode: grpo\nmodel: {{name: builtin:tiny}}\ndata: {{train_path: {tmp_path}/rows.jsonl}}\n"
+        f"grpo: {{environment: '{tmp_path}/game.py:Game'}}\nrewards: [{{name: game, use: environment}}]\n"
+    )
+    assert main(["reward-check", "--config", str(config)]) == 5
+    said = capsys.readouterr().err
+    assert (
+        said.splitlines()[-2] == "rewards: game: raises (the environment raised ValueError: no such room (game.py:5))"
+    )
+    assert (tmp_path / "asked").read_text() == 4 * "x"
+
+
+@pytest.mark.parametrize("n", ["0", "-1", "x"])
+def test_no_rows_at_all_are_no_number_of_rows(n, capsys):
+    assert main(["reward-check", "--config", "configs/run_grpo_toy.yaml", "--n", n]) == 2
+    assert "not a number, 1 or more" in capsys.readouterr().err
