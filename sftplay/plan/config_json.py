@@ -56,6 +56,12 @@ WITH_TEXT = frozenset({
 })  # fmt: skip
 """All models with a text model inside that `AutoModelForCausalLM` opens (transformers 5.23, modeling_auto.py)."""
 
+ENCODERS = frozenset({
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+})  # fmt: skip
+"""Families that `AutoModelForCausalLM` opens as encoders where their config does not say `is_decoder`."""
+
 NESTED = ("text_config", "llm_config", "language_config")  # where multimodal configs keep the text model
 
 # Beyond these a figure is a slip: no public model comes near.
@@ -170,9 +176,12 @@ def open_config(config: Mapping[str, Any], name: str) -> ConfigJson:
 
         family = FAMILIES.get(kind, UNKNOWN)
     opened = ConfigJson(values=text, outer=config, model_type=kind, where=name, prefix=prefix, family=family)
+    fix = "name a decoder-only model; no other kind is trained here"
     if config.get("is_encoder_decoder") is True or text.get("is_encoder_decoder") is True:
-        fix = "name a decoder-only model; no other kind is trained here"
         raise opened.error("is_encoder_decoder", "is true", fix=fix)
+    if kind in ENCODERS and text.get("is_decoder") is not True:
+        what = f"{prefix}model_type is {kind}, an encoder: each token would see the one that it should predict"
+        raise ConfigError(what, where=name, fix=fix)
     return opened
 
 

@@ -56,6 +56,7 @@ def test_a_figure_that_cannot_be_is_refused_with_its_key(key, value):
         ({"attention_bias": 1}, "attention_bias is 1, neither true nor false"),
         ({"hidden_act": 3}, "hidden_act is 3, not a word"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder is true"),
+        ({"model_type": "bert"}, "model_type is bert, an encoder: each token would see the one that it should predict"),
         ({"model_type": 7}, "model_type is 7, not a word"),
         # transformers' Falcon layer knows one norm and two.
         ({"model_type": "falcon", "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn is 3"),
