@@ -56,12 +56,6 @@ WITH_TEXT = frozenset({
 })  # fmt: skip
 """All models with a text model inside that `AutoModelForCausalLM` opens (transformers 5.23, modeling_auto.py)."""
 
-ENCODERS = frozenset({
-    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
-    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
-})  # fmt: skip
-"""Families that `AutoModelForCausalLM` opens as encoders where their config does not say `is_decoder`."""
-
 NESTED = ("text_config", "llm_config", "language_config")  # where multimodal configs keep the text model
 
 # Beyond these a figure is a slip: no public model comes near.
@@ -171,17 +165,17 @@ def open_config(config: Mapping[str, Any], name: str) -> ConfigJson:
     if not isinstance(kind, str) or not kind:
         what = f"{prefix}model_type " + ("is missing" if kind is None else f"is {quote_value(kind)}, not a word")
         raise ConfigError(what, where=name, fix=AS_PUBLISHED)
+    fix = "name a decoder-only model; no other kind is trained here"
     if (family := COMMON.get(kind)) is None:
-        from sftplay.plan.more_families import FAMILIES
+        from sftplay.plan.more_families import ENCODERS, FAMILIES
 
+        if kind in ENCODERS and text.get("is_decoder") is not True:
+            what = f"{prefix}model_type is {kind}, an encoder: each token would see the one that it should predict"
+            raise ConfigError(what, where=name, fix=fix)
         family = FAMILIES.get(kind, UNKNOWN)
     opened = ConfigJson(values=text, outer=config, model_type=kind, where=name, prefix=prefix, family=family)
-    fix = "name a decoder-only model; no other kind is trained here"
     if config.get("is_encoder_decoder") is True or text.get("is_encoder_decoder") is True:
         raise opened.error("is_encoder_decoder", "is true", fix=fix)
-    if kind in ENCODERS and text.get("is_decoder") is not True:
-        what = f"{prefix}model_type is {kind}, an encoder: each token would see the one that it should predict"
-        raise ConfigError(what, where=name, fix=fix)
     return opened
 
 

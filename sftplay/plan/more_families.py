@@ -150,3 +150,31 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }  # fmt: skip
 """All families. A type that is not here is read as a Llama, and that is said."""
+
+ENCODERS = frozenset({
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+})  # fmt: skip
+"""Families that `AutoModelForCausalLM` opens as encoders where their config does not say `is_decoder`."""
+
+NEITHER = {
+    "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "git",
+    "got_ocr2", "gpt_neox_japanese", "hy_v4", "inkling2_text", "mamba", "mamba2", "megatron-bert", "mpt", "mvp",
+    "openai-gpt", "prophetnet", "reformer", "rembert", "roformer", "rwkv", "trocr", "xglm", "xlm", "xlnet",
+    "xlstm",
+}  # fmt: skip
+WITHOUT_SDPA = NEITHER | {
+    "flint", "gemma2", "gpt_neo", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "mimo_v2_flash",
+    "vaultgemma",
+}  # fmt: skip
+WITHOUT_FLASH = NEITHER | {
+    "axk2", "blt", "deepseek_v32", "doge", "dots3_note", "dots3_note_text", "glm_moe_dsa", "inkling_text",
+    "llama4", "llama4_text", "minimax_m3_vl_text", "mllama", "qwen4_exp", "qwen4_exp_text",
+}  # fmt: skip
+"""Families whose class has no such attention (transformers 5.23, `_supports_sdpa`, `_supports_flash_attn`)."""
+
+
+def missing_attention(family: str) -> set[str]:
+    """Return the values of model.attn that the class of a family does not have."""
+    lists = {"sdpa": WITHOUT_SDPA, "flash_attention_2": WITHOUT_FLASH}
+    return {attention for attention, families in lists.items() if family in families}

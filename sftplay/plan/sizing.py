@@ -14,6 +14,7 @@ from sftplay.config.cluster import BACKEND, unsloth_conflicts
 from sftplay.config.run import FLASH_KERNELS, RunConfig
 from sftplay.config.section import find_spec
 from sftplay.errors import ConfigError, MachineError
+from sftplay.plan.config_json import COMMON
 from sftplay.plan.forecast import (
     Forecast,
     Hardware,
@@ -45,22 +46,6 @@ class Decision:
 
 
 Decisions = dict[str, Decision]  # by config key
-
-NEITHER = {
-    "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "git",
-    "got_ocr2", "gpt_neox_japanese", "hy_v4", "inkling2_text", "mamba", "mamba2", "megatron-bert", "mpt", "mvp",
-    "openai-gpt", "prophetnet", "reformer", "rembert", "roformer", "rwkv", "trocr", "xglm", "xlm", "xlnet",
-    "xlstm",
-}  # fmt: skip
-WITHOUT_SDPA = NEITHER | {
-    "flint", "gemma2", "gpt_neo", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "mimo_v2_flash",
-    "vaultgemma",
-}  # fmt: skip
-WITHOUT_FLASH = NEITHER | {
-    "axk2", "blt", "deepseek_v32", "doge", "dots3_note", "dots3_note_text", "glm_moe_dsa", "inkling_text",
-    "llama4", "llama4_text", "minimax_m3_vl_text", "mllama", "qwen4_exp", "qwen4_exp_text",
-}  # fmt: skip
-"""Families whose class has no such attention (transformers 5.23, `_supports_sdpa`, `_supports_flash_attn`)."""
 
 UNSLOTH_FIX = f"`make train-unsloth` builds and uses an environment that has it; or write {BACKEND}: bnb"
 
@@ -123,9 +108,14 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
         needs = f"an Ampere GPU, 16-bit precision and the package {package.replace('_', '-')}"
         raise MachineError(f"{cfg.model.attn} needs {needs}", where=where, fix="leave model.attn on auto (sdpa here)")
     family = shape.family if shape is not None else ""
-    has_flash = has_flash and family not in WITHOUT_FLASH
+    missing = set()
+    if family not in COMMON:
+        from sftplay.plan.more_families import missing_attention
+
+        missing = missing_attention(family)
+    has_flash = has_flash and "flash_attention_2" not in missing
     attn = Decision("flash_attention_2" if has_flash else "sdpa", "fastest kernel installed for this device")
-    if family in WITHOUT_SDPA and not has_flash:
+    if "sdpa" in missing and not has_flash:
         attn = Decision("eager", f"transformers' class of {family} has neither sdpa nor a flash kernel that is here")
     if shape is not None and shape.softcap_attn:
         if cfg.model.attn == "sdpa":
@@ -138,8 +128,7 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
             what = f"its attention has a learned sink, which {cfg.model.attn} leaves out"
             raise MachineError(what, where=where, fix="leave model.attn on auto (eager here)")
         attn = Decision("eager", "its attention has a learned sink, which no installed kernel knows")
-    lacks = {"sdpa": WITHOUT_SDPA, "flash_attention_2": WITHOUT_FLASH}.get(cfg.model.attn, ())
-    if family in lacks:
+    if cfg.model.attn in missing:
         what = f"transformers' class of {family} has no {cfg.model.attn}"
         raise MachineError(what, where=where, fix=f"leave model.attn on auto ({attn.value} here)")
     has_varlen = (attn.value if cfg.model.attn == "auto" else cfg.model.attn) in FLASH_KERNELS

@@ -15,8 +15,9 @@ from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan import sizing
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.forecast import Hardware, Size, find_device, forecast
+from sftplay.plan.more_families import WITHOUT_FLASH, WITHOUT_SDPA
 from sftplay.plan.shape_from_config import shape_from_config
-from sftplay.plan.sizing import WITHOUT_FLASH, WITHOUT_SDPA, build_setting, size_run, split_batch
+from sftplay.plan.sizing import build_setting, size_run, split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
