@@ -155,13 +155,19 @@ def find_head(model: Any) -> Any:
     return model.get_output_embeddings() or next(scores)
 
 
+def find_text_model(model: Any) -> Any:
+    """Return the text model inside, or `model` where `get_decoder` gives its head (ModernBERT's decoder)."""
+    decoder = model.get_decoder()
+    return model if decoder is model.get_output_embeddings() else decoder
+
+
 def freeze_outside_text(model: Any) -> int:
     """Freeze weights that no row of text reaches, such as a vision tower; return the number of these weights.
 
     A weight that trains and never gets a gradient ends a run of several processes.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    reached = {id(p) for part in (base.get_decoder(), find_head(base)) for p in part.parameters()}
+    reached = {id(p) for part in (find_text_model(base), find_head(base)) for p in part.parameters()}
     unreached = [p for p in model.parameters() if p.requires_grad and id(p) not in reached]
     for parameter in unreached:
         parameter.requires_grad_(False)
@@ -175,7 +181,7 @@ def every_linear_of_text(model: Any) -> str | list[str]:
     gate_proj it puts a pair on every expert, and none on the shared expert or the dense layers, whose linear is called
     so. These names are left out, and so are linears that cannot have a pair (`_takes_pair`).
     """
-    decoder = model.get_decoder()
+    decoder = find_text_model(model)
     linears = {name: module for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
     names = {name for name, module in linears.items() if _takes_pair(model, name, module)}
     if taken := names_of_experts(model):

@@ -110,6 +110,7 @@ def _describe_model(model: Any, text: Any, *, is_quantised: bool) -> ModelShape:
     from torch import nn
 
     decoder, head, embedding = model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()
+    decoder = model if decoder is head else decoder  # `model.adapter.find_text_model`
     # Names that PEFT takes for those of experts, or refuses (`model.adapter.every_linear_of_text`).
     pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
     left_out = set(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))

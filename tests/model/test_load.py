@@ -159,14 +159,17 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
          ATTENTION | {"gate_proj", "up_proj", "down_proj"}),
         ("phimoe", {"num_local_experts": 4}, ATTENTION),
         ("mamba2", {"num_heads": 8, "state_size": 8, "n_groups": 1, "expand": 2}, {"in_proj"}),
+        ("modernbert-decoder", {"bos_token_id": 1, "global_rope_theta": 10000.0},
+         (ATTENTION | {"Wo", "Wi", "dense"}) - {"o_proj"}),
         ("falcon", {"head_dim": None}, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
     ],
-    ids=["Llama 4", "Phi MoE", "Mamba 2", "Falcon"],
+    ids=["Llama 4", "Phi MoE", "Mamba 2", "decoder of ModernBERT", "Falcon"],
 )  # fmt: skip
 def test_auto_leaves_out_routers_and_what_peft_refuses(kind: str, values: dict[str, Any], names: set[str]):
     """The routers of Llama 4 and Phi MoE are linears that give more than one tensor."""
     given = {key: value for key, value in (SIZES | values).items() if value is not None}
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
+    assert freeze_outside_text(base) == 0
     model = add_adapter(base, LoraConfig(r=2))
     adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
     assert {name for name in adapted if "expert" not in name and name != "base_layer"} == names
