@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sftplay import log
 from sftplay.config.cluster import SHARDED
 from sftplay.config.run import RunConfig
-from sftplay.errors import ran_out_of_memory, said_of_memory
+from sftplay.errors import ConfigError, ran_out_of_memory, said_of_memory
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import OUT_OF_MEMORY, RunFolder
 from sftplay.model.adapter import trained_weights_kept
@@ -346,6 +347,12 @@ class ExactBatchMixin(StepTrainerMixin):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._wants_one_row = "flash" in find_attention(base)
         self.label_head, self.label_head_off = None, ""
+        name = type(base).__name__
+        if args.label_smoothing_factor and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            what = (
+                f"the Trainer would take each label for its own token, not the next, as {name} is no class of its list"
+            )
+            raise ConfigError(what, where="train.extra.label_smoothing_factor", fix="leave it out")
         with self.accelerator.autocast():
             if step.loss_head == "standard" and not args.label_smoothing_factor:
                 self.label_head, self.label_head_off = prove_label_head(base)

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from sftplay.errors import ConfigError
+from sftplay.train import exact_batch
 from sftplay.train.loss_heads import prove_label_head
 from sftplay.train.metrics import StepCounts
 from sftplay.train.micro_batches import (
@@ -472,3 +473,13 @@ def test_a_class_that_says_it_takes_no_count_of_items_has_the_loss_of_the_whole_
     losses = torch.cat([label_losses(plain, row, smoothing).detach() for row in make_rows()])
     for size in (1, 3, 8):
         assert step(trainer, MicroBatcher(size), make_rows())[0] == pytest.approx(losses.mean().item(), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
+def test_labels_of_a_class_that_the_trainer_does_not_know_are_not_smoothed_one_token_off(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(exact_batch, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", {})
+    with pytest.raises(ConfigError, match="LlamaForCausalLM is no class of its list") as refused:
+        built(tmp_path, inputs, train__extra={"label_smoothing_factor": 0.1})
+    assert refused.value.where == "train.extra.label_smoothing_factor"
