@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -62,38 +62,35 @@ def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
     """
     why = "" if model.get_output_embeddings() is not None else "the model has no output embeddings"
     head = None if why else LabelHead(model)
-    with eval_mode(model), torch.no_grad(), attention_for_host(model):
-        try:
-            if head and not _halves_loss(model, head):
-                why = "the loss of a few tokens is another one with it"
-        except (RuntimeError, TypeError, ValueError) as error:  # the model hands its scores on in another shape
-            if ran_out_of_memory(error):
-                raise
-            why = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}" if str(error) else type(error).__name__
-        if not why:
-            return head, ""
-        if head:
-            head.handle.remove()
-        with suppress(RuntimeError, ValueError):  # then the first step says more
-            if not _halves_loss(model):
+    try:
+        with eval_mode(model), torch.no_grad(), attention_for_host(model):
+            ids, labels = proof_rows(model)
+            call = partial(model, input_ids=ids, labels=labels, use_cache=False)
+            wide = call().loss.float()
+            if _takes_own_mean(call, wide, labels):
                 what = f"{type(model).__name__} takes a mean of its own over each micro-batch"
                 raise ConfigError(what, where="train.loss_head standard", fix="write train.loss_head: chunked")
-    return None, why
+            narrow = call(shift_labels=head.narrow(labels)).loss.float() if head else wide
+        if not torch.isclose(wide, narrow, rtol=PROOF_TOLERANCE):
+            why = "the loss of a few tokens is another one with it"
+    except (RuntimeError, TypeError, ValueError) as error:  # the model hands its scores on in another shape
+        if ran_out_of_memory(error):
+            raise
+        why = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}" if str(error) else type(error).__name__
+    if head:
+        head.widen()
+    if head and why:
+        head.handle.remove()
+    return (None, why) if why else (head, "")
 
 
-def _halves_loss(model: Any, head: LabelHead | None = None) -> bool:
-    """Return whether the loss of a few tokens, through `head`, is half of the model's own where its sum is divided by
-    twice as many."""
-    ids, labels = proof_rows(model)
-    whole = model(input_ids=ids, labels=labels, use_cache=False).loss
-    named = {"shift_labels": head.narrow(labels)} if head else {}
+def _takes_own_mean(call: Callable[..., Any], loss: Tensor, labels: Tensor) -> bool:
+    """Return whether the loss stays the same when it is to be divided by twice as many items."""
     try:
-        twice = 2 * (labels[:, 1:] != IGNORE_INDEX).sum()
-        half = model(input_ids=ids, labels=labels, num_items_in_batch=twice, use_cache=False, **named).loss
-    finally:
-        if head:
-            head.widen()
-    return torch.isclose(whole.float(), 2 * half.float(), rtol=PROOF_TOLERANCE).item() is True
+        other = call(num_items_in_batch=2 * (labels[:, 1:] != IGNORE_INDEX).sum()).loss.float()
+    except TypeError:  # the class takes no such number
+        return True
+    return bool(torch.isclose(loss, other, rtol=PROOF_TOLERANCE))
 
 
 def proof_rows(model: Any) -> tuple[Tensor, Tensor]:

@@ -244,6 +244,17 @@ def test_a_model_with_a_mean_of_its_own_is_refused(tiny_llama: Path, monkeypatch
         with pytest.raises(ConfigError, match="LlamaForCausalLM takes a mean of its own") as refused:
             prove_label_head(model)
         assert refused.value.fix == "write train.loss_head: chunked"
+    whole = model.forward
+    monkeypatch.setattr(model, "forward", lambda input_ids, labels, use_cache: whole(input_ids, labels=labels))
+    with pytest.raises(ConfigError, match="LlamaForCausalLM takes a mean of its own"):
+        prove_label_head(model)
+
+
+def test_a_model_that_adds_its_routers_loss_has_a_label_head():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    loss = {"output_router_logits": True, "router_aux_loss_coef": 0.2}
+    model = AutoModelForCausalLM.from_config(MixtralConfig(vocab_size=VOCAB, num_key_value_heads=2, **sizes, **loss))
+    assert prove_label_head(model)[1] == ""
 
 
 def test_a_model_that_waits_for_flash_attention_on_a_gpu_has_its_head_proven(tiny_llama: Path):
