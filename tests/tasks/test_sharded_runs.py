@@ -114,6 +114,7 @@ def test_a_launch_that_accelerate_turns_into_something_else_is_stopped_before_th
     run, output = train("wrong", 2, cluster__strategy="fsdp", shim=False)
     assert json.loads((run / "status.json").read_text())["exit_code"] == 5, output
     assert "instead of FSDP" in output or "where cluster.strategy is fsdp" in output
+    assert "fix: write cluster.strategy: ddp, zero2 or zero3; accelerate knows no FSDP on a CPU" in output
     assert not (run / "metrics.jsonl").exists() or not losses(run)
 
 
