@@ -94,7 +94,9 @@ def test_remedies_for_an_empty_training_set_are_those_that_would_fill_it(
     assert "data.columns" in refusal.value.fix
     assert "max_seq_len" not in refusal.value.fix
     with pytest.raises(DataError, match="1 read, 1 leak") as refusal:
-        load_examples(config(train, val_path=str(write_rows([row("One?")], "v.jsonl")), contamination="drop"), tokenizer)
+        load_examples(
+            config(train, val_path=str(write_rows([row("One?")], "v.jsonl")), contamination="drop"), tokenizer
+        )
     assert refusal.value.fix.startswith("name other rows to train on")
 
 
