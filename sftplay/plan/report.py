@@ -239,7 +239,7 @@ class TaskReport:
     def describe_tokens(self, cfg: RunConfig, planned: int) -> str:
         """Describe the rows that memory is planned for."""
         if cfg.learns_documents:
-            learned = ", every one learned" if cfg.task_mode == "cpt" else ""
+            learned = "" if any(source.type == "chat" for source in cfg.datasets) else ", every one learned"
             return f"full blocks of {planned} tokens{learned}"
         limit = cfg.row_tokens
         shorter = f", the longest of these files (model.max_seq_len {limit})" if planned < limit else ""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from oracle.cases import FAMILIES
 
+from sftplay.config.data import DatasetConfig
 from sftplay.config.run import RunConfig
 from sftplay.plan.forecast import Device, RowLengths, Setting
 from sftplay.plan.memory_setup import Adapter, MemorySetup
@@ -88,7 +89,8 @@ def documents(tmp_path: Path, **changes: Any) -> RunConfig:
 
 def test_every_token_is_said_to_be_learned_where_no_chats_are_among_the_documents(tmp_path: Path):
     assert TaskReport().describe_tokens(documents(tmp_path), 50) == "full blocks of 50 tokens, every one learned"
-    mixed = documents(tmp_path).model_copy(update={"task_mode": "cpt_mixed"})
+    chats = DatasetConfig(name="chats", path="chats.jsonl", type="chat")
+    mixed = documents(tmp_path).model_copy(update={"task_mode": "cpt_mixed", "datasets": [chats]})
     assert TaskReport().describe_tokens(mixed, 50) == "full blocks of 50 tokens"
 
 

@@ -148,13 +148,13 @@ def resolve_template(setting: str, tokenizer: Any) -> str:
         encode = tokenizer.backend_tokenizer.encode
         counts = {token: len(encode(token, add_special_tokens=False).ids) for token in ("<|im_start|>", "<|im_end|>")}
         lacking = [token for token, n_ids in counts.items() if n_ids != 1]
-        own = "the path of a Jinja file made of its tokens (configs/templates/alpaca.jinja is one)"
+        jinja_file = "the path of a Jinja file made of its tokens (configs/templates/alpaca.jinja is one)"
         if setting == "auto":
-            fix = f"set data.template: {own if lacking else 'chatml, or the path of a Jinja file'}"
+            fix = f"set data.template: {jinja_file if lacking else 'chatml, or the path of a Jinja file'}"
             raise DataError("the model's tokenizer has no chat template", where="data.template", fix=fix)
         if lacking:
             what = f"{lacking[0]} is not a single token of this tokenizer but {counts[lacking[0]]}"
-            fix = f"use the model's own template (auto) or {own}" if template else f"give {own}"
+            fix = f"use the model's own template (auto) or {jinja_file}" if template else f"give {jinja_file}"
             raise DataError(f"{what}: no model learns to stop at that", where="data.template", fix=fix)
         return CHATML
     path = Path(setting)
