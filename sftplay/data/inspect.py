@@ -149,7 +149,15 @@ def evenly_spaced_rows(examples: Examples, count: int) -> Iterator[dict[str, Any
     total = len(examples.train)
     for n in range(min(count, total)):
         index = n * total // min(count, total)
-        yield {**examples.train[index], "source": examples.find_source("train", index), "split": "train"}
+        yield {**as_learned(examples.train[index]), "source": examples.find_source("train", index), "split": "train"}
+
+
+def as_learned(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row without labels on the answer to another prompt that kto's KL term reads, without a gradient."""
+    if "desirable" not in row:
+        return row
+    end, labels = row["prompt_tokens"] + row["chosen_tokens"], row["labels"]
+    return {**row, "labels": labels[:end] + [IGNORE_INDEX] * (len(labels) - end)}
 
 
 def rendered(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -227,7 +235,7 @@ def write_rendered(examples: Examples, path: Path) -> int:
     count = 0
     sides: dict[Side, Any] = {"train": examples.train, "held_out": examples.held_out or []}
     rows = (
-        {**row, "source": examples.find_source(side, index), "split": side}
+        {**as_learned(row), "source": examples.find_source(side, index), "split": side}
         for side, found in sides.items()
         for index, row in enumerate(found)
     )

@@ -86,9 +86,14 @@ def load_examples(
     if len(examples.train):
         note_lengths(cfg, report)
     elif report["files"] != checked:
-        what = f"no row is left to train on: {where_rows_went(train or report, refused_rows=report['refused_rows'])}"
+        counts = train or report
+        what = f"no row is left to train on: {where_rows_went(counts, refused_rows=report['refused_rows'])}"
         fix = "raise model.max_seq_len if rows were cut, lower data.split, or correct the refused rows"
-        if not train and not cfg.data.val_path and examples.held_out:
+        if counts["read"] == counts["refused"] > 0:
+            fix = "correct these rows, or name their layout with data.format and their columns with data.columns"
+        elif counts["read"] == counts["dropped"].get("leak"):
+            fix = "name other rows to train on: all of these are held out, or problems of a published test"
+        elif not train and not cfg.data.val_path and examples.held_out:
             what, fix = (
                 f"{what}, all held out",
                 "write data.split: 0, or give held-out rows of your own as data.val_path",

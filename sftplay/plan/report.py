@@ -239,7 +239,8 @@ class TaskReport:
     def describe_tokens(self, cfg: RunConfig, planned: int) -> str:
         """Describe the rows that memory is planned for."""
         if cfg.learns_documents:
-            return f"full blocks of {planned} tokens, every one learned"
+            learned = "" if any(source.type == "chat" for source in cfg.datasets) else ", every one learned"
+            return f"full blocks of {planned} tokens{learned}"
         limit = cfg.row_tokens
         shorter = f", the longest of these files (model.max_seq_len {limit})" if planned < limit else ""
         return f"rows of {planned} tokens{shorter}"

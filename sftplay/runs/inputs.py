@@ -309,6 +309,9 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         fix = "mend what each line names, or name another file"
     elif kind == "cpt":
         fix = "name the column of the text, data.columns: {text: NAME}; chats take task_mode cpt_mixed and type: chat"
+    elif isinstance(row, dict) and {"chosen", "rejected"} <= row.keys():
+        side = "messages" if isinstance(row["chosen"], list) else "completion"
+        fix = f"write task_mode: dpo, which learns from pairs; data.columns: {{{side}: chosen}} takes one side alone"
     raise DataError(f"{path}: {count} be read{reasons}", where=where, fix=fix)
 
 

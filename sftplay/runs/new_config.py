@@ -306,7 +306,7 @@ def _guess_columns(rows: Sequence[Mapping[str, Any]], path: str) -> dict[str, st
     such names.
     """
     filled = Counter(name for row in rows for name, value in row.items() if isinstance(value, str) and value.strip())
-    texts = {name for name, count in filled.items() if 2 * count > len(rows)}
+    texts = {name for name, count in filled.items() if 2 * count > len(rows) and not name.lower().endswith("_id")}
     question, answer = (next((name for name in names if name in texts), None) for names in (QUESTIONS, ANSWERS))
     if question and answer:
         return {"question": question, "answer": answer}

@@ -108,6 +108,19 @@ def test_a_file_whose_first_rows_are_all_unreadable_ends_with_4_naming_five(verb
     assert not (tmp_path / "outputs").exists()
 
 
+def test_pairs_in_fine_tuning_are_advised_to_the_task_that_learns_from_them(call: Call, tmp_path: Path):
+    path = write_rows(
+        tmp_path / "pairs.jsonl", [{"prompt": f"Why {n}?", "chosen": "So.", "rejected": "No."} for n in "ab"]
+    )
+    code, _, err = call("inspect", data__train_path=path)
+    assert code == 4
+    assert "fix: write task_mode: dpo" in err
+    assert "data.columns: {completion: chosen}" in err
+    code, out, err = call("inspect", "data.columns.completion=chosen", data__train_path=path, data__val_path=None)
+    assert code == 0, err
+    assert "⟦So.<|im_end|>⟧" in out
+
+
 def test_render_shows_the_text_and_where_inference_would_ask(call: Call, chat_rows: Path, tokenizer: Any):
     code, out, _ = call("render", "--n", 1)
     messages = chats_in(chat_rows)[0]

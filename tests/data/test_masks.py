@@ -119,8 +119,21 @@ def test_a_template_is_the_tokenizers_own_or_chatml_or_a_file(tokenizer: Any, tm
         resolve_template(str(file), tokenizer)
     plain = Tokenizer(models.BPE(vocab={chr(code): code - 33 for code in range(33, 127)}, merges=[]))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel()
-    with pytest.raises(DataError, match=r"<\|im_start\|> is not a single token"):
-        resolve_template("chatml", PreTrainedTokenizerFast(tokenizer_object=plain))
+    bare = PreTrainedTokenizerFast(tokenizer_object=plain)
+    with pytest.raises(DataError, match=r"<\|im_start\|> is not a single token") as refusal:
+        resolve_template("chatml", bare)
+    assert (
+        refusal.value.fix == "give the path of a Jinja file made of its tokens (configs/templates/alpaca.jinja is one)"
+    )
+    with pytest.raises(DataError, match="has no chat template") as refusal:
+        resolve_template("auto", bare)
+    assert (
+        refusal.value.fix
+        == "set data.template: the path of a Jinja file made of its tokens (configs/templates/alpaca.jinja is one)"
+    )
+    bare.chat_template = GEMMA
+    with pytest.raises(DataError, match=r"use the model's own template \(auto\)"):
+        resolve_template("chatml", bare)
     first = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.backend_tokenizer.post_processor = first
     assert resolve_template("chatml", tokenizer) == CHATML

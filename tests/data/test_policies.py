@@ -85,6 +85,21 @@ def test_row_whose_answer_is_cut_away_ends_the_run_unless_bad_rows_are_skipped_a
         load_examples(config(write_rows([], "empty.jsonl")), tokenizer)
 
 
+def test_remedies_for_an_empty_training_set_are_those_that_would_fill_it(
+    tokenizer: Any, config: Config, write_rows: Write
+):
+    odd, train = write_rows([{"Q": "One?", "A": "1"}], "odd.jsonl"), write_rows([row("One?")])
+    with pytest.raises(DataError, match="1 read, 1 refused") as refusal:
+        load_examples(config(odd, on_bad_row="skip"), tokenizer)
+    assert "data.columns" in refusal.value.fix
+    assert "max_seq_len" not in refusal.value.fix
+    with pytest.raises(DataError, match="1 read, 1 leak") as refusal:
+        load_examples(
+            config(train, val_path=str(write_rows([row("One?")], "v.jsonl")), contamination="drop"), tokenizer
+        )
+    assert refusal.value.fix.startswith("name other rows to train on")
+
+
 def test_data_in_which_no_end_of_turn_is_learned_is_refused(tokenizer: Any, config: Config, write_rows: Write):
     path = write_rows([row(f"Why {n}?", "salt " * 400) for n in range(3)])
     with pytest.raises(DataError, match="the end-of-turn token is in the loss of none of 3 examples"):

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from oracle.cases import FAMILIES
 
+from sftplay.config.data import DatasetConfig
 from sftplay.config.run import RunConfig
 from sftplay.plan.forecast import Device, RowLengths, Setting
 from sftplay.plan.memory_setup import Adapter, MemorySetup
-from sftplay.plan.report import estimate_workload, flops_per_token
+from sftplay.plan.report import TaskReport, estimate_workload, flops_per_token
 from sftplay.plan.shape_from_config import shape_from_config
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")
@@ -84,6 +85,13 @@ def test_the_disk_holds_the_kept_checkpoints_one_that_is_written_and_the_result(
 def documents(tmp_path: Path, **changes: Any) -> RunConfig:
     plain = config(tmp_path, rows=20).model_dump()
     return RunConfig.model_validate(plain | {"task_mode": "cpt", "cpt": {"block_size": 50, **changes}})
+
+
+def test_every_token_is_said_to_be_learned_where_no_chats_are_among_the_documents(tmp_path: Path):
+    assert TaskReport().describe_tokens(documents(tmp_path), 50) == "full blocks of 50 tokens, every one learned"
+    chats = DatasetConfig(name="chats", path="chats.jsonl", type="chat")
+    mixed = documents(tmp_path).model_copy(update={"task_mode": "cpt_mixed", "datasets": [chats]})
+    assert TaskReport().describe_tokens(mixed, 50) == "full blocks of 50 tokens"
 
 
 def test_a_run_on_documents_is_planned_with_full_blocks(tmp_path: Path):

@@ -86,6 +86,9 @@ def test_columns_that_no_name_tells_apart_are_asked_for(tmp_path, capsys):
     write_rows(path, [{"Frage": "a", "Antwort": "b"}] * 3)  # a file usually has the question first
     assert main(["init", str(path), str(tmp_path / "run.yaml")]) == 4
     assert "data.columns.question=Frage data.columns.answer=Antwort" in capsys.readouterr().err
+    write_rows(path, [{"answer_id": "x7", "model_id": "m", "choices": [1]}] * 3)  # as MT-bench's reference answers
+    assert main(["init", str(path), str(tmp_path / "run.yaml")]) == 4
+    assert "data.columns.question=ASKED data.columns.answer=ANSWERED" in capsys.readouterr().err
     assert not (tmp_path / "run.yaml").exists()
 
 

@@ -160,7 +160,11 @@ def mixture_report(
         if n_epochs > 4:
             what = f"{source.name} is read {n_epochs:.1f} times; more of it, or a smaller weight, keeps the model from"
             warnings.append(f"{what} memorizing it")
-        notes += report.get("notes", [])
+        of_source = f" datasets.{source.name}." if cfg.datasets else " data."
+        notes += [f"{source.name}: {note.replace(' data.', of_source)}" for note in report.get("notes", [])]
+        if job.only_held_out and len(job.inputs) == 1:
+            few = f"{job.inputs[0].share:g} of its rows is measured ({of_source.strip()}split)"
+            notes.append(f"{source.name}: {few};{of_source}val_path={job.inputs[0].path} measures all")
     sums: dict[str, Counter[str]] = {"dropped": Counter(), "dropped_tokens": Counter()}
     for name, counts in sums.items():
         for entry in found.values():
@@ -189,7 +193,8 @@ def mixture_table(report: Mapping[str, Any]) -> str:
             f"  {name:<14} {source['type']}, share {source['planned_share']:.1%}   {source['path']}",
             f"    train        {source['documents']:,} documents, {source['tokens']:,} tokens,"
             f" {source['label_tokens']:,} learned; {planned}",
-            f"    held out     {held_out['documents']:,} documents, {held_out['tokens']:,} tokens",
+            f"    held out     {held_out['documents']:,} documents, {held_out['tokens']:,} tokens"
+            + "".join(f"; dropped {n:,}: {why.replace('_', ' ')}" for why, n in held_out.get("dropped", {}).items()),
         ]
         tokens = source.get("dropped_tokens", {})
         lines += [

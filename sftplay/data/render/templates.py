@@ -139,21 +139,23 @@ def resolve_template(setting: str, tokenizer: Any) -> str:
     """Return the text of the template that `data.template` names: auto, chatml, or the path of a Jinja file.
     Raise DataError where the tokenizer has no template, lacks ChatML's tokens, or there is no such file.
     """
-    if setting == "auto":
-        template = tokenizer.chat_template
-        if isinstance(template, Mapping):  # several named templates; transformers calls the plain one "default"
-            template = template.get("default")
-        if not template:
-            fix = "set data.template: chatml, or the path of a Jinja file"
-            raise DataError("the model's tokenizer has no chat template", where="data.template", fix=fix)
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):  # several named templates; transformers calls the plain one "default"
+        template = template.get("default")
+    if setting == "auto" and template:
         return str(template)
-    if setting == "chatml":
-        for token in ("<|im_start|>", "<|im_end|>"):
-            n_ids = len(tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids)
-            if n_ids != 1:
-                what = f"{token} is not a single token of this tokenizer but {n_ids}: no model learns to stop at that"
-                fix = "use the model's own template (auto) or the path of a Jinja file made of its tokens"
-                raise DataError(what, where="data.template", fix=fix)
+    if setting in ("auto", "chatml"):
+        encode = tokenizer.backend_tokenizer.encode
+        counts = {token: len(encode(token, add_special_tokens=False).ids) for token in ("<|im_start|>", "<|im_end|>")}
+        lacking = [token for token, n_ids in counts.items() if n_ids != 1]
+        jinja_file = "the path of a Jinja file made of its tokens (configs/templates/alpaca.jinja is one)"
+        if setting == "auto":
+            fix = f"set data.template: {jinja_file if lacking else 'chatml, or the path of a Jinja file'}"
+            raise DataError("the model's tokenizer has no chat template", where="data.template", fix=fix)
+        if lacking:
+            what = f"{lacking[0]} is not a single token of this tokenizer but {counts[lacking[0]]}"
+            fix = f"use the model's own template (auto) or {jinja_file}" if template else f"give {jinja_file}"
+            raise DataError(f"{what}: no model learns to stop at that", where="data.template", fix=fix)
         return CHATML
     path = Path(setting)
     if not path.is_file():

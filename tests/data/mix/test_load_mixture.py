@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from sftplay.config.run import RunConfig
-from sftplay.data.mixture.load import MixtureRows, load_mixture
+from sftplay.data.mixture.load import MixtureRows, load_mixture, mixture_table
 from sftplay.data.mixture.mixture import source_and_block
 from sftplay.data.pipeline import load_examples
 from sftplay.errors import DataError
-from tests.data.mix.sources_at_hand import document, read_rows, same
+from tests.data.mix.sources_at_hand import chat, document, read_rows, same
 
 Mixed = Callable[..., RunConfig]
 Write = Callable[..., Path]
@@ -80,6 +80,25 @@ def test_a_source_of_weight_0_gives_no_row_and_is_measured(
     assert set(rows.held_out) == {"domain", "chat"}
     assert sum(rows.held_out["chat"].sizes) == rows.report["sources"]["chat"]["held_out"]["label_tokens"] > 0
     assert rows.held_out["chat"][0]["source"] == 1
+    name = f"datasets.chat.val_path={chats['path']}"
+    assert rows.report["notes"] == [f"chat: 0.2 of its rows is measured (datasets.chat.split); {name} measures all"]
+    whole = mixed([domain, {**chats, "weight": 0, "val_path": str(chats["path"])}], split=0.2)
+    report = load_mixture(whole, tokenizer).report
+    assert report["sources"]["chat"]["held_out"]["documents"] == 80
+    assert report["notes"] == []
+
+
+def test_report_names_the_source_that_holds_nothing_out_and_the_held_out_rows_that_are_dropped(
+    tokenizer: Any, mixed: Mixed, write_rows: Write, chats: dict[str, Any]
+):
+    few = {"name": "few", "path": write_rows([document(n, 5) for n in (3, 4)], "few.jsonl"), "type": "cpt"}
+    report = load_mixture(mixed([few, chats], split=0.05), tokenizer).report
+    few_texts = "few: nothing is held out: too few texts for a share of 0.05"
+    assert report["notes"] == [f"{few_texts}; raise datasets.few.split or give datasets.few.val_path"]
+    chats["val_path"] = str(write_rows([chat(900), chat(901) | {"prompt": "Why? " * 100}], "held.jsonl"))
+    report = load_mixture(mixed([few, chats], too_long="drop"), tokenizer).report
+    assert report["sources"]["chat"]["held_out"]["documents"] == 1
+    assert "; dropped 1: too long" in mixture_table(report)
 
 
 def test_the_length_of_a_run_follows_from_steps_tokens_epochs_or_the_end_of_a_source(

@@ -91,6 +91,16 @@ def test_answers_with_verdicts_are_shown_with_theirs(run: Run):
     assert "2 wanted and 2 unwanted answers" in shown
 
 
+def test_answer_to_another_prompt_is_shown_as_read_and_not_learned(run: Run, tmp_path: Path):
+    rows = [{"prompt": f"Why {n}?", "completion": f"Since {n}.", "label": n % 2 == 0} for n in range(4)]
+    shown = run(inspect, rows, "task_mode=kto", "data.split=0", n=4)
+    for part in shown.split("-- mismatched")[1:]:
+        assert "\u27e6" not in part.split("-- wanted")[0].split("-- not wanted")[0]
+    run(render, rows, "task_mode=kto", out=str(tmp_path / "rows.jsonl"))
+    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert sorted(row["learned"] for row in written) == [[f"Since {n}.<|im_end|>"] for n in range(4)]
+
+
 def test_file_without_pairs_is_refused_before_anything_is_started(run: Run, tmp_path: Path):
     with pytest.raises(DataError, match=r"(?s)none of its first 2 rows can be read.*has no 'chosen' side"):
         run(process, [{"prompt": "Why?", "completion": "So."}] * 2)
