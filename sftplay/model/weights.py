@@ -73,6 +73,8 @@ def open_model(
     if cfg.train.gradient_checkpointing and not is_plain and not model.supports_gradient_checkpointing:
         key, what = "train.gradient_checkpointing", f"{type(model).__name__} cannot compute its layers anew"
         raise ConfigError(what, where=cfg.describe_origin(key, unset="train"), fix=f"write {key}: false")
+    if model.base_model is model:  # Llama 4's class names its decoder by a word that is none of its parts
+        model.base_model_prefix = "model"
     keep_four_bit_exact(model)
     return model
 

@@ -147,6 +147,19 @@ def test_a_class_that_lacks_what_is_asked_for_is_refused_with_the_key(tmp_path: 
         assert refused.value.fix == fix
 
 
+def test_a_decoder_is_found_where_the_class_calls_it_by_another_word(tmp_path: Path, open_base: Any, tiny_llama: Path):
+    sizes = SIZES | {"vocab_size": 400, "intermediate_size_mlp": 48, "num_local_experts": 2}
+    stored = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **sizes))
+    stored.save_pretrained(tmp_path / "llama4")
+    for file in tiny_llama.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "llama4")
+    model = open_base(tmp_path / "llama4", tuning__mode="full")
+    assert model.base_model is model.model
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    torch.testing.assert_close(again.state_dict(), stored.state_dict(), rtol=0, atol=0)
+
+
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0, "eos_token_id": 2}  # fmt: skip
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
