@@ -76,7 +76,14 @@ def open_model(
     if model.base_model is model:  # Llama 4's class names its decoder by a word that is none of its parts
         model.base_model_prefix = "model"
     keep_four_bit_exact(model)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        model.register_forward_pre_hook(_leave_out_router_loss, with_kwargs=True)
     return model
+
+
+def _leave_out_router_loss(_model: Any, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Where a cache is read, transformers 5.23 takes the mask of all tokens for a loss over the new ones, and fails."""
+    return given, named | ({} if named.get("past_key_values") is None else {"output_router_logits": False})
 
 
 def keep_four_bit_exact(model: Any) -> None:
