@@ -48,6 +48,8 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
     ("kind", "values", "what"),
     [
         ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}, "linear_attention"),
+        ("gemma4_text", {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8, "global_head_dim": 16,
+                         "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 400}, "head_dim"),
         ("deepseek_v3", {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
                          "v_head_dim": 16, "first_k_dense_replace": 2, "n_routed_experts": 4}, "no token for a prompt"),
     ],

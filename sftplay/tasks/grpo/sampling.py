@@ -19,7 +19,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Questions
 from sftplay.data.pipeline import order_hash, steps_for, training_order
 from sftplay.environments.rollouts import RolloutIds, Rollouts
-from sftplay.errors import ConfigError, RunError
+from sftplay.errors import ConfigError, RunError, ran_out_of_memory
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
@@ -357,8 +357,8 @@ class SamplingMixin(StepTrainerMixin):
                     sampled = super()._generate_single_turn(prompt_ids, *given, **named)
                 if is_continuous and not (len(sampled[0]) == len(prompt_ids) and all(map(len, sampled[0]))):
                     raise ValueError("it gave no token for a prompt, for the reason above")
-            except (AttributeError, ValueError) as error:
-                if not is_continuous:
+            except (AttributeError, RuntimeError, ValueError) as error:
+                if not is_continuous or ran_out_of_memory(error):
                     raise
                 what = f"transformers' continuous batching fails with this model: {str(error).split('. ')[0]}"
                 fix = "write grpo.generation: transformers"
