@@ -238,7 +238,7 @@ def ready_to_answer(model: Any, cfg: RunConfig) -> Iterator[None]:
     fp32 weights of a run in 16 bits compute under autocast, as in training: an adapter's next to a 16-bit base, and all
     in full tuning. Flash attention takes no fp32.
     """
-    was_training, had_cache = model.training, model.config.use_cache
+    was_training, had_cache = model.training, getattr(model.config, "use_cache", True)  # Gemma 4's has none
     model.eval()
     model.config.use_cache = True
     dtype = find_autocast(model, cfg)

@@ -73,8 +73,18 @@ def open_model(
     if cfg.train.gradient_checkpointing and not is_plain and not model.supports_gradient_checkpointing:
         key, what = "train.gradient_checkpointing", f"{type(model).__name__} cannot compute its layers anew"
         raise ConfigError(what, where=cfg.describe_origin(key, unset="train"), fix=f"write {key}: false")
+    if model.base_model is model:  # Llama 4's class names its decoder by a word that is none of its parts
+        model.base_model_prefix = "model"
     keep_four_bit_exact(model)
+    model.register_load_state_dict_pre_hook(take_own_format)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        model.register_forward_pre_hook(_leave_out_router_loss, with_kwargs=True)
     return model
+
+
+def _leave_out_router_loss(_model: Any, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Where a cache is read, transformers 5.23 takes the mask of all tokens for a loss over the new ones, and fails."""
+    return given, named | ({} if named.get("past_key_values") is None else {"output_router_logits": False})
 
 
 def keep_four_bit_exact(model: Any) -> None:
@@ -118,3 +128,16 @@ def frozen_dtype(cfg: RunConfig) -> torch.dtype:
     # fp16 bases overflow in the norm layers of several families; with autocast the weights can stay fp16 only if
     # nothing but the adapter trains, which is the only case that reaches here.
     return DTYPES[str(cfg.train.precision)]
+
+
+def take_own_format(model: Any, weights: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Turn the weights of a checkpoint, which has a tensor for each expert, into those of the model, which has one for
+    all: the Trainer would pass them over (transformers 5.23, `_load_from_checkpoint` and `_load_best_model`)."""
+    if prefix or not weights.keys() - model.state_dict().keys():
+        return
+    named = {"state_dict": dict(weights), "config": model.config, "dtype": torch.float32, "output_loading_info": True}
+    whole, found = type(model).from_pretrained(None, **named)
+    if missing := sorted(found["missing_keys"]):
+        raise MachineError(f"a checkpoint lacks {len(missing)} weights, {missing[0]} for one", fix="begin the run anew")
+    weights.clear()
+    weights.update(whole.state_dict())

@@ -15,7 +15,7 @@ from lively import lively_model
 from plain_loss import mean_loss
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import CHRF
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, OpenAIGPTConfig
 
 from sftplay.data.pipeline import load_examples
 from sftplay.evaluate import evaluate as measuring
@@ -204,6 +204,15 @@ def test_model_is_left_as_it_was(inputs: Inputs, tmp_path: Path, model: Any):
     assert is_recomputing(model)
     getattr(model, f"{recomputation()}_disable")()
     model.eval()
+
+
+def test_a_model_whose_config_says_nothing_of_a_cache_is_measured(inputs: Inputs, tmp_path: Path):
+    cfg = sized(written_config(tmp_path, inputs))
+    config = OpenAIGPTConfig(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    model = AutoModelForCausalLM.from_config(config)
+    assert not hasattr(model.config, "use_cache")
+    with ready_to_answer(model, cfg):
+        assert not model.training
 
 
 def test_a_kill_between_the_two_files_of_a_measurement_leaves_no_figures_without_answers(

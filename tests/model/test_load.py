@@ -147,6 +147,35 @@ def test_a_class_that_lacks_what_is_asked_for_is_refused_with_the_key(tmp_path: 
         assert refused.value.fix == fix
 
 
+def test_a_decoder_is_found_where_the_class_calls_it_by_another_word(tmp_path: Path, open_base: Any, tiny_llama: Path):
+    sizes = SIZES | {"vocab_size": 400, "intermediate_size_mlp": 48, "num_local_experts": 2}
+    stored = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **sizes))
+    stored.save_pretrained(tmp_path / "llama4")
+    for file in tiny_llama.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "llama4")
+    model = open_base(tmp_path / "llama4", tuning__mode="full")
+    assert model.base_model is model.model
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    torch.testing.assert_close(again.state_dict(), stored.state_dict(), rtol=0, atol=0)
+
+
+def test_a_mixture_whose_config_asks_for_a_loss_of_its_router_answers_padded_prompts(
+    tmp_path: Path, open_base: Any, tiny_llama: Path
+):
+    sizes = SIZES | {"vocab_size": 400, "num_experts": 4, "moe_intermediate_size": 16,
+                     "num_experts_per_tok": 2, "output_router_logits": True}  # fmt: skip
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes)).save_pretrained(tmp_path / "moe")
+    for file in tiny_llama.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "moe")
+    model, mask = open_base(tmp_path / "moe"), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    ids = torch.arange(8).reshape(2, 4) + 10
+    answers = model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    alone = model.generate(ids[1:], max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert answers[1].tolist() == alone[0].tolist()
+    assert model(ids, attention_mask=mask, labels=ids).aux_loss > 0
+
+
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0, "eos_token_id": 2}  # fmt: skip
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from grpo_run import grpo_options, variety_of
+from grpo_run import grpo_inputs, grpo_options, variety_of
 from in_process import Finished, Inputs, built, train
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOTrainer
 
 from sftplay.data.pipeline import training_order
@@ -164,3 +165,20 @@ def test_kl_is_measured_against_a_fresh_adapter_switched_off_and_against_a_copy_
     assert all(torch.equal(weight, began[name.replace(".ref", "")]) for name, weight in kept.items())
     assert second.folder.result is not None
     assert not (second.folder.result / "ref").exists()
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_router_of_a_mixture_adds_a_loss_only_where_its_config_asks_for_it(
+    asks: bool, tiny_llama: Path, tmp_path: Path
+):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+             "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+             "vocab_size": 400, "pad_token_id": 0, "eos_token_id": 2, "output_router_logits": asks}  # fmt: skip
+    source = tmp_path / "model"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes)).save_pretrained(source)
+    for file in (*tiny_llama.glob("tokenizer*"), *tiny_llama.glob("chat_template*")):
+        shutil.copy(file, source)
+    inputs = grpo_inputs(source, tmp_path / "data")
+    run = train(tmp_path, inputs, **grpo_options(inputs, train__max_steps=1, train__batch_size=2))
+    assert run.trainer.aux_loss_enabled is asks
+    assert run.outcome.step == 1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copy
+from typing import Any
 
 import pytest
 import torch
 from grpo_run import grpo_inputs, grpo_options
 from in_process import new_run, train
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftplay.errors import ConfigError
 
@@ -35,3 +38,30 @@ def test_a_cache_that_would_meet_keys_of_another_dtype_is_refused_before_anythin
     options = grpo_options(inputs, train__precision="bf16", grpo__generation="continuous")
     with pytest.raises(ConfigError, match="a cache in the fp32 of the weights"):
         new_run(tmp_path, inputs, **options)
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 4, "vocab_size": 400, "pad_token_id": 0, "eos_token_id": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "what"),
+    [
+        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}, "linear_attention"),
+        ("gemma4_text", {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8, "global_head_dim": 16,
+                         "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 400}, "head_dim"),
+        ("deepseek_v3", {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+                         "v_head_dim": 16, "first_k_dense_replace": 2, "n_routed_experts": 4}, "no token for a prompt"),
+    ],
+)  # fmt: skip
+def test_a_model_that_transformers_cannot_batch_so_is_refused(
+    kind: str, values: dict[str, Any], what: str, tiny_llama: Path, tmp_path: Path
+):
+    source = tmp_path / "model"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **values)).save_pretrained(source)
+    for file in (*tiny_llama.glob("tokenizer*"), *tiny_llama.glob("chat_template*")):
+        copy(file, source)
+    inputs = grpo_inputs(source, tmp_path / "data")
+    with pytest.raises(ConfigError, match=what) as refused:
+        train(tmp_path, inputs, **grpo_options(inputs, grpo__generation="continuous", model__name=str(source)))
+    assert refused.value.fix == "write grpo.generation: transformers"

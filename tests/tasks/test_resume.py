@@ -17,7 +17,7 @@ import torch
 from in_process import Inputs, StopAfter, assert_same_course, new_run, stop_and_resume, train, train_in
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.train.checkpointing import starting_weights, weights_changes
@@ -51,6 +51,28 @@ def test_resumed_run_ends_bit_for_bit_where_an_undisturbed_one_ends(
     marked = json.loads((resumed.folder.checkpoints / "checkpoint-8" / "COMPLETE.json").read_text())["counters"]
     for counts in (last, status, marked):
         assert (counts["tokens_seen"], counts["label_tokens_seen"]) == (tokens, labels)
+
+
+@pytest.mark.parametrize("task", ["sft", "reward_model"])
+def test_the_experts_of_a_mixture_go_on_from_a_checkpoint_where_all_weights_train(
+    task: str, inputs: Inputs, tiny_llama: Path, tmp_path: Path
+):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+             "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+             "vocab_size": 400, "pad_token_id": 0, "eos_token_id": 2}  # fmt: skip
+    source = tmp_path / "model"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes)).save_pretrained(source)
+    for file in (*tiny_llama.glob("tokenizer*"), *tiny_llama.glob("chat_template*")):
+        shutil.copy(file, source)
+    options = {"task_mode": task, "tuning__mode": "full", "train__max_steps": 4, "train__learning_rate": 0.01}
+    if task == "reward_model":
+        pairs = [{"prompt": str(n), "chosen": "good" * (n % 5 + 1), "rejected": "bad" * (n % 3 + 1)} for n in range(60)]
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        inputs = Inputs(source, tmp_path / "pairs.jsonl", tmp_path / "pairs.jsonl")
+        options |= {"data__val_path": None, "data__split": 0.1}
+    inputs = Inputs(source, inputs.train, inputs.held_out)
+    whole = train(tmp_path / "whole", inputs, **options)
+    assert_same_course(whole, stop_and_resume(tmp_path / "stopped", inputs, 2, **options))
 
 
 def test_resume_from_a_path_starts_there_and_sets_later_checkpoints_aside(inputs: Inputs, tmp_path: Path):

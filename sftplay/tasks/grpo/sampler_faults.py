@@ -442,8 +442,8 @@ def _find_off(diagnosis: Diagnosis, units: dict[str, list[Any]], predict: Callab
     base = diagnosis.pick(diagnosis.logits)
     effects = torch.stack([predict(unit) - base for unit in units.values()], dim=1)[diagnosis.known].double()
     wanted = (diagnosis.sampled - base)[diagnosis.known].double()
-    ridge = 1e-9 * effects.square().sum() * torch.eye(len(units), device=effects.device, dtype=effects.dtype)
-    fitted = torch.linalg.solve(effects.T @ effects + ridge + 1e-30, effects.T @ wanted) if wanted.numel() else []
+    ridge = (1e-9 * effects.square().sum() + 1e-30) * torch.eye(len(units), device=effects.device, dtype=effects.dtype)
+    fitted = torch.linalg.solve(effects.T @ effects + ridge, effects.T @ wanted) if wanted.numel() else []
 
     def measure(off: list[bool]) -> float:
         return diagnosis.measure(

@@ -19,7 +19,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.load_prompts import Prompts, Questions
 from sftplay.data.pipeline import order_hash, steps_for, training_order
 from sftplay.environments.rollouts import RolloutIds, Rollouts
-from sftplay.errors import RunError
+from sftplay.errors import ConfigError, RunError, ran_out_of_memory
 from sftplay.evaluate.rewarded import find_mean
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
@@ -352,8 +352,18 @@ class SamplingMixin(StepTrainerMixin):
         if self.cfg.grpo.generation != "transformers":
             is_continuous = self.cfg.grpo.generation == "continuous"
             keeps_dtypes = dtypes_kept(self.args, self.accelerator.device) if is_continuous else nullcontext()
-            with eval_mode(self.model_wrapped), keeps_dtypes:
-                return super()._generate_single_turn(prompt_ids, *given, **named)
+            try:
+                with eval_mode(self.model_wrapped), keeps_dtypes:
+                    sampled = super()._generate_single_turn(prompt_ids, *given, **named)
+                if is_continuous and not (len(sampled[0]) == len(prompt_ids) and all(map(len, sampled[0]))):
+                    raise ValueError("it gave no token for a prompt, for the reason above")
+            except (AttributeError, RuntimeError, ValueError) as error:
+                if not is_continuous or ran_out_of_memory(error):
+                    raise
+                what = f"transformers' continuous batching fails with this model: {str(error).split('. ')[0]}"
+                fix = "write grpo.generation: transformers"
+                raise ConfigError(what, where="grpo.generation continuous", fix=fix) from error
+            return sampled
 
         def generate(part: slice) -> list[list[int]]:
             self.heartbeat.enter(self.heartbeat.phase)  # a beat for each batch: only a single one can take too long

@@ -138,7 +138,9 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
     # Completions also end with the chat template's end tokens. TRL reads them from the model's generation config.
     ends = sorted({*parts.rows.source.renderer.end_token_ids, *shipped_end_ids(parts.model.generation_config)})
     parts.model.generation_config.eos_token_id = ends
-    arguments = {**parts.arguments, **grpo_arguments(cfg)}
+    asks = getattr(parts.model.config.get_text_config(), "output_router_logits", False)
+    # As in task sft: TRL would have every mixture of experts add a loss of its router, a mean of each micro-batch.
+    arguments = {"router_aux_loss_coef": None if asks else 0.0, **parts.arguments, **grpo_arguments(cfg)}
     if cfg.grpo.generation.startswith("vllm"):  # vLLM reads its own copy of the model's generation config
         arguments["generation_kwargs"] = {"stop_token_ids": ends, **(arguments.get("generation_kwargs") or {})}
     rollouts = Rollouts.open(cfg, parts.rows.source, end_ids=ends)

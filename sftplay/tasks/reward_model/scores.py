@@ -20,6 +20,7 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer
+from sftplay.model.weights import take_own_format
 from sftplay.reward.model_reward import quiet_transformers
 from sftplay.tasks.preference.measuring import EvaluateHeldOut, share_right
 from sftplay.tasks.preference.reference import compute_rows, pass_settings
@@ -86,6 +87,7 @@ def to_score_model(model: Any, *, pad_token_id: int, seed: int) -> Any:
     setattr(scored, head, make_head(width, std=std, like=model.get_input_embeddings().weight, seed=seed))
     if left := [path for path, weight in scored.named_parameters() if weight.is_meta]:
         raise _refusal(f"{type(scored).__name__} has more weights than a {name}: {left[0]}")
+    scored.register_load_state_dict_pre_hook(take_own_format)
     for note in CARRIED:
         if note in vars(model):
             setattr(scored, note, getattr(model, note))

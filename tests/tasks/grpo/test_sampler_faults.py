@@ -223,6 +223,22 @@ def test_a_layer_without_its_adapter_is_found_by_few_tokens(learned: Learned, tm
     assert "7 of its 14 parts are missing, model.layers.1." in check.cause.words
 
 
+def test_an_adapter_that_has_learned_nothing_yet_is_no_cause(learned: Learned, tmp_path: Path):
+    sampled = sample(learned.copied(), prompts_of(learned), temperature=0.5)
+    pairs = {name: weight for name, weight in learned.trainer.model.named_parameters() if "lora_B" in name}
+    kept = {name: weight.detach().clone() for name, weight in pairs.items()}
+    with torch.no_grad():
+        try:
+            for weight in pairs.values():
+                weight.zero_()
+            check, _ = judge(learned, tmp_path, sampled)
+        finally:
+            for name, weight in pairs.items():
+                weight.copy_(kept[name])
+    assert check.cause is not None
+    assert "adapter" not in check.cause.name
+
+
 def test_rows_of_many_tokens_are_tried_rather_than_short_ones():
     ones = torch.ones(2, 8, dtype=torch.long)
     mask = torch.tensor([[1] * 2 + [0] * 6, [1] * 8])
