@@ -161,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.say(text, args.verb)
         args.strays = strays
         limit_spinning()
+        if not args.config and args.verb not in WITHOUT_CONFIG:
+            import_module("sftplay.runs.finished_run").name_config(args)
         module, _, function = VERBS[args.verb][0].rpartition(".")
         folder = "" if module.startswith("tasks.") else "commands."
         exit_code: int = getattr(import_module(f"sftplay.{folder}{module}"), function)(args)
@@ -264,8 +266,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if args.overrides and not args.config and verb in NO_OVERRIDES:
         problem = f"{verb} has no config to set {args.overrides[0]!r} in"
         raise ConfigError(problem, where="command line", fix="leave it out, or name the config with CONFIG=")
-    if not args.config and args.verb not in WITHOUT_CONFIG:
+    if not args.config and args.verb not in WITHOUT_CONFIG and not getattr(args, "run", None):
         fix = f"name the run's YAML: python -m sftplay {args.verb} --config=configs/run_lora.yaml"
+        fix += "; or the run: --run=NAME" if "--run" in known else ""
         raise ConfigError(f"{args.verb} needs a config", where="--config", fix=fix)
     return args
 
