@@ -341,7 +341,7 @@ def archive_earlier_start(folder: RunFolder) -> None:
         return
     with folder.locked():
         if folder.resolved.exists() and folder.has_made_step:
-            raise name_taken(folder.name, str(folder.path))
+            raise name_taken(folder, str(folder.path))
         status = folder.read_json("status.json")
         why = (status.get("error") or {}).get("what", "").split("\n")[0] or status.get("signal") or "it was ended"
         log.say(f"the earlier start of {folder.name} made no step ({why}): kept in {folder.set_aside().path}")

@@ -235,7 +235,7 @@ class Sweep:
                         return None
                     folder = self.run_folder(number)
                     if folder.resolved.exists():
-                        taken = name_taken(folder.name, str(folder.path))
+                        taken = name_taken(folder, str(folder.path))
                         raise ConfigError(taken.what, where=taken.where, fix="choose another NAME=, or remove that run")
                     held, params = self._hold(number), self.space.sample(number, trials, seed=self.base.seed)
                     given = {axis.key: axis.distribution() for axis in self.space.axes}
