@@ -172,8 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _report_unwritable(lost.failure)
         return exit_code
     except SftplayError as error:
-        if not is_make:
-            import_module("sftplay.make_arguments").put_flags(error, list_flags(*arguments[:1] or [""]))
+        words = import_module("sftplay.make_arguments")
+        if is_make:
+            words.put_settings(error, arguments[0])
+        else:
+            words.put_flags(error, list_flags(*arguments[:1] or [""]))
         return _report(error, as_json)
     except BrokenPipeError:
         drop(1)  # the reader has closed the pipe, as `head` does; not an error
@@ -221,7 +224,7 @@ def parse(arguments: list[str], *, is_make: bool = False) -> argparse.Namespace:
             raise
         from sftplay.make_arguments import in_settings
 
-        raise in_settings(error) from None
+        raise in_settings(error, split(arguments)[0][0]) from None
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
