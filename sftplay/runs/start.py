@@ -245,6 +245,10 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
     if is_here and 0 < len(machine.gpus) < nproc:
         what = f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible"
         raise MachineError(what, where="--nproc", fix=f"use NPROC={len(machine.gpus)}")
+    if not 0 <= args.node_rank < args.nnodes:
+        what = f"there is no node {args.node_rank} of {args.nnodes}: the first is node 0"
+        fix = "give every node the same NNODES=, and a NODE_RANK= of its own below it"
+        raise ConfigError(what, where="--node-rank", fix=fix)
     # Several nodes must know the port in advance. On one node, two runs at once must not get the same port.
     port = args.master_port or (RENDEZVOUS_PORT if args.nnodes > 1 else free_port(0))
     launcher_args = tuple(getattr(args, "launcher_args", ()))
