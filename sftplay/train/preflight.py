@@ -155,7 +155,10 @@ class Preflight(Observer):
             compared_only = ("parameters", "base", "rows")
             self.folder.update_status(ranks=[{k: v for k, v in r.items() if k not in compared_only} for r in ranks])
         if problems := find_problems(ranks, self.cfg, world_size=log.world_size()):
-            raise RunError("; ".join(problems), where="preflight", fix="launch with `make train`, which sets all this")
+            fix = "launch with `make train`, which sets all this"
+            if self.cfg.cluster.strategy in ("fsdp", "hsdp") and not torch.cuda.is_available():
+                fix = "fsdp needs GPUs; a CPU splits a model by cluster.strategy: zero3"
+            raise RunError("; ".join(problems), where="preflight", fix=fix)
         planned = self.folder.read_json("plan.json")
         if other_sizes := [
             f"rank {n}: {key} is {value} where plan.json says {planned[key]}"
