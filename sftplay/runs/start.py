@@ -29,7 +29,7 @@ from sftplay.launch.follow import FolderGone, follow, record_end
 from sftplay.launch.processes import cause_of_death
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder, name_taken
 from sftplay.log import is_terminal
-from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
+from sftplay.machine.ports import RENDEZVOUS_PORT, bound_port, free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.forecast import Hardware
 from sftplay.plan.sizing import SizedRun, size_run
@@ -251,6 +251,9 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
         raise ConfigError(what, where="--node-rank", fix=fix)
     # Several nodes must know the port in advance. On one node, two runs at once must not get the same port.
     port = args.master_port or (RENDEZVOUS_PORT if args.nnodes > 1 else free_port(0))
+    if args.nnodes == 1 < nproc and is_here and not bound_port(port):
+        what = f"something listens on port {port} already"
+        raise MachineError(what, where="--master-port", fix="leave MASTER_PORT= out, or give another")
     launcher_args = tuple(getattr(args, "launcher_args", ()))
     return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, port, launcher_args)
 
