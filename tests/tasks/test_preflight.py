@@ -48,7 +48,7 @@ def test_preflight_names_what_differs_from_the_plan(
     assert [problem in line for line in problems] == [True] * bool(problem)
 
 
-@pytest.mark.parametrize(("strategy", "fix"), [("fsdp", "zero3"), ("hsdp", "zero3"), ("ddp", "launch with `make train`")])
+@pytest.mark.parametrize(("strategy", "fix"), [("fsdp", "zero3"), ("hsdp", "zero3"), ("ddp", "`make train`")])
 def test_who_asks_for_fsdp_without_a_gpu_is_told_what_a_cpu_can_do(strategy, fix, tmp_path, monkeypatch):
     (tmp_path / "config.resolved.yaml").write_text("")
     cfg = SimpleNamespace(cluster=SimpleNamespace(strategy=strategy))

@@ -70,9 +70,6 @@ def test_a_run_starts_at_its_reference_and_learns(mode: str, task: str, tmp_path
     assert after["margin"] > step["margin"] > 0
     assert {"n", "loss", "accuracy", "stderr", "margin", "rewards/chosen", "logps/rejected", "kl"} <= step.keys()
     last = read(run.folder.eval / "step-6.json")
-    rounding = (
-        4 * SETTINGS["preference__beta"] * math.ulp(64.0) * 2**29
-    )  # of fp32: a margin is made of four sums near 60
     for name in ("loss", "accuracy", "margin", "logps/chosen", "kl"):
         # A margin is half of four sums near 60, which fp32 holds to 2 ** -18 each.
         tolerance = 2**-17 if name == "margin" else 1e-6
