@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -61,8 +62,12 @@ def _name_settings(text: str, verb: str) -> str:
     return _FLAG.sub(lambda flag: name if (name := _settings(flag[0])) in settings else flag[0], text)
 
 
-def put_settings(error: SftplayError, verb: str) -> None:
-    """Name the place of a problem by make's setting where that has set the flag."""
+def put_names(error: SftplayError, arguments: list[str], list_flags: Callable[[str], list[str]] | None) -> None:
+    """Name flags in remedies, where they were typed; without `list_flags` name places by the settings of make."""
+    verb = arguments[0] if arguments else ""
+    if list_flags:
+        put_flags(error, list_flags(verb))
+        return
     for problem in [error, *getattr(error, "problems", [])]:
         if problem.where.startswith("--"):
             problem.where = _name_settings(problem.where.partition(" (")[0], verb)

@@ -334,9 +334,8 @@ def has_begun(cfg: RunConfig, config_path: str) -> bool:
 
 def name_taken(folder: RunFolder, where: str) -> ConfigError:
     """The refusal to start a run under the name of another one."""
-    is_done = folder.read_json("status.json").get("state") == "done"
-    fix = "choose another run_name" if is_done else "continue it with `make resume`, or choose another run_name"
-    return ConfigError(f"a run called {folder.name!r} exists", where=where, fix=fix)
+    fix = "" if folder.read_json("status.json").get("state") == "done" else "continue it with `make resume`, or "
+    return ConfigError(f"a run called {folder.name!r} exists", where=where, fix=f"{fix}choose another run_name")
 
 
 def _not_writable(path: Path, error: OSError) -> MachineError:
