@@ -108,8 +108,7 @@ GROUPS = {
 WITHOUT_CONFIG = (
     "demo", "init", "import-config", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual",
     "compare", "report", "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check",
-    "gpu-check", "matrix", "setup-accelerate", "sandbox", "status", "logs", "cancel", "help", "lm-eval",
-    "parity",
+    "gpu-check", "matrix", "setup-accelerate", "sandbox", "status", "logs", "cancel", "help", "lm-eval", "parity",
 )  # fmt: skip
 """Verbs that run without --config."""
 
@@ -161,17 +160,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.say(text, args.verb)
         args.strays = strays
         limit_spinning()
+        if not args.config and args.verb not in WITHOUT_CONFIG:
+            import_module("sftplay.runs.finished_run").name_config(args)
         module, _, function = VERBS[args.verb][0].rpartition(".")
         folder = "" if module.startswith("tasks.") else "commands."
         exit_code: int = getattr(import_module(f"sftplay.{folder}{module}"), function)(args)
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, if the reader has left
-        lost = log.own_screen()
-        if lost and lost.failure and not _launches(args.verb):  # a run needs no reader; what only shows has failed
+        if (lost := log.own_screen()) and lost.failure and not _launches(args.verb):  # a run needs no reader
             return _report_unwritable(lost.failure)
         return exit_code
     except SftplayError as error:
-        if not is_make:
-            import_module("sftplay.make_arguments").put_flags(error, list_flags(*arguments[:1] or [""]))
+        import_module("sftplay.make_arguments").put_names(error, arguments, None if is_make else list_flags)
         return _report(error, as_json)
     except BrokenPipeError:
         drop(1)  # the reader has closed the pipe, as `head` does; not an error
@@ -185,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_full and (error.filename is None or error.errno not in REFUSED):
             return _report_bug(error, as_json)
         kind, fix = (RunError, "make room there") if is_full else (ConfigError, "give this user the right to it")
-        where = os.fsdecode(error.filename)
-        return _report(kind(str(error.strerror), where=where, fix=f"{fix}, or name another path"), as_json)
+        fix, where = f"{fix}, or name another path", os.fsdecode(error.filename)
+        return _report(kind(str(error.strerror), where=where, fix=fix), as_json)
     except Exception as error:  # noqa: BLE001 - the one place where a bug becomes exit code 1 with its traceback
         return _report_bug(error, as_json)
     finally:
@@ -219,7 +218,7 @@ def parse(arguments: list[str], *, is_make: bool = False) -> argparse.Namespace:
             raise
         from sftplay.make_arguments import in_settings
 
-        raise in_settings(error) from None
+        raise in_settings(error, split(arguments)[0][0]) from None
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -264,9 +263,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if args.overrides and not args.config and verb in NO_OVERRIDES:
         problem = f"{verb} has no config to set {args.overrides[0]!r} in"
         raise ConfigError(problem, where="command line", fix="leave it out, or name the config with CONFIG=")
-    if not args.config and args.verb not in WITHOUT_CONFIG:
-        fix = f"name the run's YAML: python -m sftplay {args.verb} --config=configs/run_lora.yaml"
-        raise ConfigError(f"{args.verb} needs a config", where="--config", fix=fix)
+    if not args.config and args.verb not in WITHOUT_CONFIG and not getattr(args, "run", None):
+        more = "; or the run: --run=NAME" if "--run" in known else ""
+        fix = f"name the run's YAML: python -m sftplay {verb} --config=configs/run_lora.yaml{more}"
+        raise ConfigError(f"{verb} needs a config", where="--config", fix=fix)
     return args
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,19 +39,38 @@ def split_args(text: str) -> list[str]:
         raise ConfigError(f"cannot be split into words ({error})", where="ARGS", fix=fix) from None
 
 
-def in_settings(error: ConfigError) -> ConfigError:
+def in_settings(error: ConfigError, verb: str) -> ConfigError:
     """The error of the command line for somebody who typed make: its settings stand for the flags."""
+    typed = "argument" in error.what and _name_settings(error.what, verb)
     if error.where == "--config":
         what, where, fix = error.what, "CONFIG", _settings(error.fix.replace("python -m sftplay", "make"))
-    elif "--help" in error.fix:  # argparse's own
-        what, where, fix = _settings(error.what).removeprefix("argument "), "make", "see `make help`"
+    elif typed and "--" not in typed:  # argparse's own
+        what, where, fix = typed.removeprefix("argument "), "make", "see `make help`"
     else:
-        what, where, fix = error.what, "ARGS", error.fix  # nothing else is typed by hand
+        what, where, fix = error.what.removeprefix("argument "), "ARGS", error.fix  # nothing else is typed by hand
     return ConfigError(what, where=where, fix=fix, nearest=error.nearest)
 
 
 def _settings(text: str) -> str:
     return _FLAG.sub(lambda flag: OTHER_NAMES.get(flag[1], flag[1].upper().replace("-", "_")), text)
+
+
+def _name_settings(text: str, verb: str) -> str:
+    """The text with settings instead of the flags for which the target `verb` has one."""
+    makefile = Path("Makefile")
+    settings = list_settings(read_recipes(makefile).get(verb, "")) if makefile.is_file() else ()
+    return _FLAG.sub(lambda flag: name if (name := _settings(flag[0])) in settings else flag[0], text)
+
+
+def put_names(error: SftplayError, arguments: list[str], list_flags: Callable[[str], list[str]] | None) -> None:
+    """Name flags in remedies, where they were typed; without `list_flags` name places by the settings of make."""
+    verb = arguments[0] if arguments else ""
+    if list_flags:
+        put_flags(error, list_flags(verb))
+        return
+    for problem in [error, *getattr(error, "problems", [])]:
+        if problem.where.startswith("--"):
+            problem.where = _name_settings(problem.where.partition(" (")[0], verb)
 
 
 def put_flags(error: SftplayError, flags: list[str]) -> None:

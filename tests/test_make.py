@@ -260,6 +260,8 @@ IN_MAKES_WORDS = {
     "infer-batch --config=x": ("the following arguments are required: IN, OUT", "make help"),
     "serve --config=x --port=y": ("make: PORT: not a port: 'y'", "make help"),
     "inspect --config=x --n=many": ("make: N: not a number of rows: 'many'", "make help"),
+    "eval-code --config=x --make-args=--limit=0": ("ARGS: --limit: not a number, 1 or more: '0'", "eval-code --help"),
+    "export --config=x --quant=q8_0": ("QUANT: is of the format gguf", "add FORMAT=gguf, or leave it out"),
     "inspect --config=x --make-args=--nn": ("ARGS: inspect does not know '--nn'", "did you mean '--n'?"),
 }
 

@@ -95,6 +95,9 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
     from sftplay.model.tokenizer import load_tokenizer
 
     if measure.split == "test":
+        from sftplay.data.pipeline import refuse_trained_rows
+
+        refuse_trained_rows(cfg, str(cfg.data.test_path), files=folder.read_json("data_report.json").get("files") or {})
         cfg = cfg.with_values({"data.val_path": cfg.data.test_path, "data.split": None}, "eval-test")
 
     def measured(side: str, *, tokenizer: Any, open_model: Callable[[], Any]) -> dict[str, Any]:

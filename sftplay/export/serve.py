@@ -14,7 +14,7 @@ from typing import Literal
 from transformers import GenerationConfig
 
 from sftplay import log
-from sftplay.atomic import read_object
+from sftplay.atomic import is_locked, read_object
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.export.adapter_names import FOR_ENGINES, mountable_by_vllm
@@ -55,7 +55,7 @@ def serve(
         find_lora_rank(adapter)
     model = base_folder(cfg, folder) if adapter else whole_model(cfg, folder)
     name = served_name(folder)
-    log_file = (folder.logs / "serve.log").resolve()
+    log_file = folder.logs / ("serve.log" if not is_locked(folder.logs / "serve.log") else f"serve-{port}.log")
     with tempfile.TemporaryDirectory(prefix="sftplay-serve-") as scratch:
         words = adapter or model
         config, where = server_config(cfg, model, words=words), Path(scratch)
@@ -72,8 +72,8 @@ def serve(
             make_hub_cache(where, model, config=config, name=name)
             launch = build_server(server, where, name=name, port=port, trusts_code=cfg.model.trust_remote_code)
             wait = ""
-        log.say(f"starting the server ({server}){wait}; its own lines go to {folder.logs / 'serve.log'}", "serve")
-        return run_server(launch, name, port=port, cwd=where, log_file=log_file)
+        log.say(f"starting the server ({server}){wait}; its own lines go to {log_file}", "serve")
+        return run_server(launch, name, port=port, cwd=where, log_file=log_file.resolve())
 
 
 def base_folder(cfg: RunConfig, folder: RunFolder) -> Path:

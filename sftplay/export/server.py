@@ -5,6 +5,7 @@ It knows nothing of runs and loads no model; it serves a given folder.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -279,6 +280,8 @@ def server_process(launch: Launch, *, cwd: Path, log_file: Path) -> Iterator[sub
     """
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("wb") as handle:
+        with suppress(OSError):  # by this another server sees that the file is taken
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
         guard = end_with_this_process(process.pid)
         try:

@@ -69,7 +69,7 @@ SCALE: Flags = {
     "--nnodes": flag(kind=int, default=1),
     "--node-rank": flag(kind=int, default=0),
     "--master-addr": flag(default="127.0.0.1"),
-    "--master-port": flag(kind=int),
+    "--master-port": flag(kind=number("a port", int, holds=lambda value: 1 <= value <= 65535)),
 }
 FLAGS: dict[str, Flags] = {
     "plan": {

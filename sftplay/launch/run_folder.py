@@ -143,7 +143,7 @@ class RunFolder:
     def create(self) -> None:
         """Create the folder, under the run's lock. ConfigError if a run has started here since `new_folder`."""
         if self.resolved.exists():
-            raise name_taken(self.name, str(self.path))
+            raise name_taken(self, str(self.path))
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def set_aside(self) -> RunFolder:
@@ -281,7 +281,7 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     if cfg.run_name is None:
         return first_free(folder, claim=claim)
     if folder.resolved.exists() and folder.has_made_step:
-        taken = name_taken(name, cfg.describe_origin("run_name"))
+        taken = name_taken(folder, cfg.describe_origin("run_name"))
         if claim:
             with folder.locked():  # says so where it runs
                 raise taken
@@ -332,10 +332,10 @@ def has_begun(cfg: RunConfig, config_path: str) -> bool:
     return False
 
 
-def name_taken(name: str, where: str) -> ConfigError:
+def name_taken(folder: RunFolder, where: str) -> ConfigError:
     """The refusal to start a run under the name of another one."""
-    fix = "continue it with `make resume`, or choose another run_name"
-    return ConfigError(f"a run called {name!r} exists", where=where, fix=fix)
+    fix = "" if folder.read_json("status.json").get("state") == "done" else "continue it with `make resume`, or "
+    return ConfigError(f"a run called {folder.name!r} exists", where=where, fix=f"{fix}choose another run_name")
 
 
 def _not_writable(path: Path, error: OSError) -> MachineError:

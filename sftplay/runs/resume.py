@@ -40,6 +40,9 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         run = str(holder)
     folder = find_run(cfg, args.config, run=run)
     stored = load_config(folder.resolved)
+    if Path(args.config) == folder.resolved:  # sizes that the run has chosen hold only where they still fit
+        chosen = [key for key in SIZES if stored.get_value(key) and cfg.origins.get(key) != "command line"]
+        cfg = cfg.with_values(dict.fromkeys(chosen, "auto"), "resume")
     if folder.read_json("status.json").get("state") == "done":
         left_open = [key for key, value in values_that_decide_weights(cfg).items() if value in (None, "auto")]
         filled = cfg.with_values({key: stored.get_value(key) for key in left_open}, "resume")

@@ -29,7 +29,7 @@ from sftplay.launch.follow import FolderGone, follow, record_end
 from sftplay.launch.processes import cause_of_death
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder, name_taken
 from sftplay.log import is_terminal
-from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
+from sftplay.machine.ports import RENDEZVOUS_PORT, bound_port, free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.forecast import Hardware
 from sftplay.plan.sizing import SizedRun, size_run
@@ -245,8 +245,15 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
     if is_here and 0 < len(machine.gpus) < nproc:
         what = f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible"
         raise MachineError(what, where="--nproc", fix=f"use NPROC={len(machine.gpus)}")
+    if not 0 <= args.node_rank < args.nnodes:
+        what = f"there is no node {args.node_rank} of {args.nnodes}: the first is node 0"
+        fix = "give every node the same NNODES=, and a NODE_RANK= of its own below it"
+        raise ConfigError(what, where="--node-rank", fix=fix)
     # Several nodes must know the port in advance. On one node, two runs at once must not get the same port.
     port = args.master_port or (RENDEZVOUS_PORT if args.nnodes > 1 else free_port(0))
+    if args.nnodes == 1 < nproc and is_here and not bound_port(port):
+        what = f"something listens on port {port} already"
+        raise MachineError(what, where="--master-port", fix="leave MASTER_PORT= out, or give another")
     launcher_args = tuple(getattr(args, "launcher_args", ()))
     return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, port, launcher_args)
 
@@ -341,7 +348,7 @@ def archive_earlier_start(folder: RunFolder) -> None:
         return
     with folder.locked():
         if folder.resolved.exists() and folder.has_made_step:
-            raise name_taken(folder.name, str(folder.path))
+            raise name_taken(folder, str(folder.path))
         status = folder.read_json("status.json")
         why = (status.get("error") or {}).get("what", "").split("\n")[0] or status.get("signal") or "it was ended"
         log.say(f"the earlier start of {folder.name} made no step ({why}): kept in {folder.set_aside().path}")

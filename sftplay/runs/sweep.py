@@ -73,6 +73,14 @@ class _FileLock(JournalFileOpenLock):
         self._held.close()
 
 
+class _Journal(JournalFileBackend):
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        try:
+            super().append_logs(logs)
+        except OSError as error:  # of a full disk: its error names no file
+            raise OSError(error.errno, error.strerror, error.filename or self._file_path) from error
+
+
 @dataclass
 class ActiveTrial:
     """A trial that this process works on."""
@@ -115,7 +123,7 @@ class Sweep:
             journal = self.folder / JOURNAL
             direction = "minimize" if space.is_less_better else "maximize"
             try:
-                self.storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=_FileLock(journal)))
+                self.storage = JournalStorage(_Journal(str(journal), lock_obj=_FileLock(journal)))
                 self.study = optuna.create_study(
                     storage=self.storage, study_name=NAME, direction=direction, load_if_exists=True
                 )
@@ -235,7 +243,7 @@ class Sweep:
                         return None
                     folder = self.run_folder(number)
                     if folder.resolved.exists():
-                        taken = name_taken(folder.name, str(folder.path))
+                        taken = name_taken(folder, str(folder.path))
                         raise ConfigError(taken.what, where=taken.where, fix="choose another NAME=, or remove that run")
                     held, params = self._hold(number), self.space.sample(number, trials, seed=self.base.seed)
                     given = {axis.key: axis.distribution() for axis in self.space.axes}

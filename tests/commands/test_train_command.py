@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,3 +245,23 @@ def test_a_demo_on_several_nodes_is_refused_with_the_command_that_takes_them(
     assert main(["demo", "--nnodes", "2", "--node-rank", "1", f"output_dir={tmp_path}"]) == 2
     assert "make train-distributed CONFIG=configs/run_demo.yaml NNODES=2" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words", ["--nnodes=2 --node-rank=2", "--node-rank=1", "--nnodes=0", "--nnodes=2 --node-rank=-1"]
+)
+def test_a_number_that_no_node_has_is_refused_before_anybody_is_waited_for(words, capsys):
+    assert main(["train", "--config", "configs/run_demo.yaml", *words.split()]) == 2
+    said = capsys.readouterr()
+    assert "--node-rank: there is no node" in said.err
+    assert "waiting" not in said.out + said.err
+
+
+def test_a_port_that_is_taken_or_none_is_refused_before_a_launch(capsys):
+    words = ["train", "--config", "configs/run_demo.yaml", "--nproc=2"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([*words, f"--master-port={port}"]) == 3
+    assert f"--master-port: something listens on port {port} already" in capsys.readouterr().err
+    assert main([*words, "--master-port=99999"]) == 2
+    assert "argument --master-port: not a port: '99999'" in capsys.readouterr().err

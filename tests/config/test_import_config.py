@@ -378,9 +378,10 @@ def test_a_file_that_is_there_is_refused_before_anything_else(tmp_path, capsys):
         ("- a\n- b", "holds no keys with values"),
         ("", "holds no keys with values"),
         ("model: {name: builtin:tiny}\ntrain: {epochs: 1}", "is no config of"),
+        ("distributed_type: FSDP\nnum_processes: 2", "is no config of"),
         ("base_model: &loop {inner: *loop}", "lead round in a circle"),
     ],
-    ids=["no YAML", "a list", "empty", "one of this kit", "endless"],
+    ids=["no YAML", "a list", "empty", "one of this kit", "accelerate's", "endless"],
 )
 def test_a_file_of_no_kit_is_refused_with_place_and_remedy(text, what, tmp_path, capsys):
     path, out = tmp_path / "odd.yaml", tmp_path / "run.yaml"
@@ -390,6 +391,7 @@ def test_a_file_of_no_kit_is_refused_with_place_and_remedy(text, what, tmp_path,
     assert what in error["what"]
     assert error["where"].startswith(str(path))
     assert error["fix"]
+    assert ("make train-distributed" in error["fix"]) == ("distributed_type" in text)
     assert not out.exists()
 
 

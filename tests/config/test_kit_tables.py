@@ -371,6 +371,30 @@ def test_vllm_is_written_where_it_is_installed(tmp_path, monkeypatch):
     assert {key: shared[key] for key in vllm} == vllm
 
 
+def test_the_clip_ratio_of_verl_is_read_from_the_two_keys_that_decide_there(tmp_path):
+    """verl, workers/config/actor.py: clip_ratio_low and _high are 0.2, and core_algos.py reads clip_ratio only where
+    they are null."""
+    actor = {"clip_ratio": 0.1, "policy_loss": {"loss_mode": "cispo"}}
+    changed = CASES["verl-grpo"]["actor_rollout_ref"] | {
+        "actor": {key: value for key, value in CASES["verl-grpo"]["actor_rollout_ref"]["actor"].items()
+                  if not key.startswith("clip_ratio")} | actor
+    }  # fmt: skip
+    written, fields, _ = imported(tmp_path, "verl-grpo", actor_rollout_ref=changed)
+    assert "grpo.epsilon" not in written
+    assert fields["actor_rollout_ref.actor.clip_ratio"]["verdict"] == "no_effect"
+    assert "below 1 - clip_ratio_low" in fields["actor_rollout_ref.actor.policy_loss.loss_mode"]["why"]
+
+
+def test_recomputation_that_fsdp_does_in_axolotl_is_not_undone_by_the_key_of_one_gpu(tmp_path):
+    fsdp = {"fsdp_version": 2, "fsdp_activation_checkpointing": True}
+    written = imported(tmp_path, "axolotl-bare", gradient_checkpointing=False, fsdp_config=fsdp)[0]
+    assert written["train.gradient_checkpointing"] is True
+    fsdp["fsdp_activation_checkpointing"] = False
+    assert imported(tmp_path, "axolotl-bare", gradient_checkpointing=False, fsdp_config=fsdp)[0][
+        "train.gradient_checkpointing"
+    ] is False  # fmt: skip
+
+
 def test_axolotl_samples_as_trl_does_by_default_and_by_vllm_only_where_it_is_asked_to(tmp_path, monkeypatch):
     """axolotl 0.18.0, core/trainers/grpo/__init__.py, hands vllm_mode on where use_vllm is on; TRL's default is
     colocate, and gdpo normalises each reward (core/builders/rl.py)."""

@@ -16,6 +16,7 @@ from functools import partial
 from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -289,6 +290,28 @@ def test_what_a_server_has_started_ends_with_a_verb_that_is_killed(verb: str, tm
     process.kill()
     process.wait()
     wait_until(lambda: not is_alive(engine), 60.0)
+
+
+def test_a_second_server_of_a_run_leaves_the_log_of_the_first_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, said = RunFolder(tmp_path), list[str]()
+    launch = Launch((sys.executable, "-c", "print('first')"), {})
+    taken = folder.logs / "serve.log"
+    monkeypatch.setattr(serving.log, "say", lambda text, tag: said.append(text))
+    for name, value in {
+        "whole_model": tmp_path, "server_config": None, "make_hub_cache": None,
+        "run_server": lambda launch, name, *, log_file, **_: said.append(log_file.name),
+        "build_server": launch,
+    }.items():  # fmt: skip
+        replacement = value if callable(value) else lambda *_, value=value, **__: value
+        monkeypatch.setattr(f"sftplay.export.serve.{name}", replacement)
+    cfg = SimpleNamespace(model=SimpleNamespace(trust_remote_code=False))
+    with serving.server_process(launch, cwd=tmp_path, log_file=taken):
+        wait_until(lambda: taken.read_text() == "first\n")
+        serve_module.serve(cfg, folder, server="transformers", port=0)
+    assert said[-1].startswith("serve-")
+    assert said[-1] in said[-2]
+    serve_module.serve(cfg, folder, server="transformers", port=0)
+    assert said[-1] == "serve.log"
 
 
 def having(*installed: str) -> Any:

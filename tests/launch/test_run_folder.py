@@ -53,6 +53,17 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("state", ["done", "stopped"])
+def test_a_run_that_is_finished_is_not_advised_to_resume(state, config):
+    cfg = config(run_name="mine")
+    folder = RunFolder(make_run(cfg, "mine"))
+    folder.update_status(state=state, step=1)
+    with pytest.raises(ConfigError) as found:
+        new_folder(cfg, "x.yaml")
+    assert ("resume" in found.value.fix) == (state != "done")
+    assert "choose another run_name" in found.value.fix
+
+
 @pytest.mark.parametrize("sign", STEPS)
 def test_a_run_that_has_made_a_step_is_never_replaced(sign, config):
     cfg = config(run_name="mine")

@@ -495,3 +495,11 @@ def test_the_nodes_of_a_job_get_a_token_of_their_own(tmp_path: Path, monkeypatch
     tokens = [env["SFTPLAY_RUN_TOKEN"] for env in given]
     assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
     assert len(tokens[0]) == 32
+
+
+def test_a_machine_with_slurms_programs_and_no_cluster_is_not_asked_for_other_resources(
+    write_config: Callable[..., Path], slurm: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+):
+    slurm(sbatch="echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1")
+    assert submit(write_config()) == 3
+    assert "fix: use a machine of a SLURM cluster" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -852,3 +853,11 @@ def test_the_task_says_by_which_figure_trials_compare(home):
         cfg = base.model_copy(update={"task_mode": task})
         space = read_space(args, cfg)
         assert (space.metrics, space.is_less_better) == (metrics, False)
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_journal(tmp_path):
+    journal = sweep._Journal(str(tmp_path / "journal.log"))
+    journal._file_path = "/dev/full"
+    with pytest.raises(OSError, match="No space left") as found:
+        journal.append_logs([{"a": 1}])
+    assert (found.value.errno, found.value.filename) == (errno.ENOSPC, "/dev/full")

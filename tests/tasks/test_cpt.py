@@ -20,6 +20,7 @@ from in_process import Finished, Inputs, StopAfter, assert_same_course, new_run,
 from small_run import write_small_run
 from transformers import AutoTokenizer
 
+from sftplay.cli import main
 from sftplay.data.mixture.mixture import Mixture, source_and_block
 from sftplay.launch.checkpoints import read_marker
 from sftplay.runs.finished_run import stored_template
@@ -154,6 +155,12 @@ def test_one_source_of_documents_trains_by_train_path_alone(
     capsys.readouterr()
     assert stored_template(AutoTokenizer.from_pretrained(run.folder.result), run.folder)
     assert capsys.readouterr().out == ""  # documents are learned without a template, so it is the base's
+    trained = changes["data__train_path"]
+    assert main(["eval-test", "--run", str(run.folder.path), f"data.test_path={trained}"]) == 4
+    said = capsys.readouterr().err
+    assert "of its rows were trained on" in said
+    assert "take them out of the test file" in said
+    assert "contamination" not in said  # that key leaves rows out of a training
 
 
 @pytest.mark.slow

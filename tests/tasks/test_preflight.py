@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from processes import HANG_S
 from sftplay.errors import RunError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.train.exact_batch import ExactBatchMixin
-from sftplay.train.preflight import CHUNK_NUMBERS, checksum, find_problems, first_of_node, wait_for_nodes
+from sftplay.train.preflight import CHUNK_NUMBERS, Preflight, checksum, find_problems, first_of_node, wait_for_nodes
 
 RANK = {
     "world_size": 2, "is_main": True, "model_class": "DistributedDataParallel", "fingerprint": "a", "parameters": "b",
@@ -44,6 +46,21 @@ def test_preflight_names_what_differs_from_the_plan(
     cfg = sized(written_config(tmp_path, inputs))
     problems = find_problems([RANK, {**RANK, "is_main": False, **change}], cfg, world_size=2)
     assert [problem in line for line in problems] == [True] * bool(problem)
+
+
+@pytest.mark.parametrize(("strategy", "fix"), [("fsdp", "zero3"), ("hsdp", "zero3"), ("ddp", "`make train`")])
+def test_who_asks_for_fsdp_without_a_gpu_is_told_what_a_cpu_can_do(strategy, fix, tmp_path, monkeypatch):
+    (tmp_path / "config.resolved.yaml").write_text("")
+    cfg = SimpleNamespace(cluster=SimpleNamespace(strategy=strategy))
+    checks = Preflight(cfg, RunFolder(tmp_path), rows="", base="")
+    checks.trainer = MagicMock(args=SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=1))
+    checks.trainer.accelerator.num_processes = checks.trainer.micro_batcher.micro_batch = 1
+    checks.trainer.generation_rows = 1
+    monkeypatch.setattr("sftplay.train.preflight.find_problems", lambda *_, **__: ["rank 0 wraps the model"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RunError, match="rank 0 wraps the model") as caught:
+        checks.on_train_begin(None, None, None)
+    assert fix in caught.value.fix
 
 
 @pytest.mark.parametrize("place", [0, CHUNK_NUMBERS, 2 * CHUNK_NUMBERS + 4], ids=["first", "second chunk", "last"])

@@ -211,6 +211,9 @@ def find_kit(tree: Mapping[str, Any], kind: str, *, where: str) -> Kit:
     if not marked:
         what = f"is no config of {', '.join(kit.title for kit in kits.values())}: it has none of the keys that tell"
         fix = f"name the kit with KIND=: {', '.join(kits)}"
+        if "distributed_type" in tree:
+            fix = "it is accelerate's and says nothing of a model or data: import the training's own config, and start "
+            fix += "that with make train-distributed, which needs no file of accelerate"
         raise ConfigError(what, where=where, fix=fix)
     return max(marked, key=count_known)
 

@@ -154,6 +154,8 @@ def call(*argv: str, env: Mapping[str, str] | None = None) -> str:
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or f"{argv[0]} ended with {done.returncode}").splitlines()
         fix = "ask for what `sinfo` offers" if argv[0] == "sbatch" else "look at `squeue` and `sinfo`"
+        if "configuration source" in said[-1]:
+            fix = "use a machine of a SLURM cluster (or set SLURM_CONF to its slurm.conf), or `make train`"
         raise MachineError("\n".join(said[-5:]), where="SLURM", fix=fix)
     return done.stdout
 
