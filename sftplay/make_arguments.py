@@ -59,7 +59,7 @@ def _name_settings(text: str, verb: str) -> str:
     """The text with settings instead of the flags for which the target `verb` has one."""
     makefile = Path("Makefile")
     settings = list_settings(read_recipes(makefile).get(verb, "")) if makefile.is_file() else ()
-    return _FLAG.sub(lambda flag: name if (name := _settings(flag[0])) in settings else flag[0], text)
+    return _FLAG.sub(lambda flag: _settings(flag[0]) if _settings(flag[0]) in settings else flag[0], text)
 
 
 def put_names(error: SftplayError, arguments: list[str], list_flags: Callable[[str], list[str]] | None) -> None:

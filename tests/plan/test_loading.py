@@ -100,10 +100,11 @@ def test_a_model_opened_on_the_host_is_sent_to_no_gpu(
 ):
     cfg = sized(written_config(tmp_path, inputs, tuning__mode=mode))
     asked: list[dict[str, Any]] = []
+    real = weights.AutoModelForCausalLM.from_pretrained
 
     def from_pretrained(_name: str, **options: Any) -> Any:
         asked.append(options)
-        return torch.nn.Linear(1, 1), {"missing_keys": []}
+        return real(inputs.model), {"missing_keys": []}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(weights, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained))
