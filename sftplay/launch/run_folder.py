@@ -283,8 +283,7 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     if folder.resolved.exists() and folder.has_made_step:
         taken = name_taken(folder, cfg.describe_origin("run_name"))
         if claim:
-            with folder.locked():  # says so where it runs
-                raise taken
+            raise taken
         log.say(f"note: {taken.what}; a start would be refused ({taken.fix})")
     return folder
 
@@ -334,7 +333,8 @@ def has_begun(cfg: RunConfig, config_path: str) -> bool:
 
 def name_taken(folder: RunFolder, where: str) -> ConfigError:
     """The refusal to start a run under the name of another one."""
-    fix = "" if folder.read_json("status.json").get("state") == "done" else "continue it with `make resume`, or "
+    is_done = folder.read_json("status.json").get("state") == "done"
+    fix = "" if is_done else f"{folder.remedy}, or "
     return ConfigError(f"a run called {folder.name!r} exists", where=where, fix=f"{fix}choose another run_name")
 
 

@@ -113,7 +113,7 @@ def test_the_folder_holds_checked_files_a_modelfile_and_a_card(
         assert cli.main(["parity", "--run", str(run.folder.path), "--engine", "llama.cpp", "--json"]) == 2
     error = json.loads(printed.getvalue())["error"]
     assert f"has 2 GGUF files: {name}-f16.gguf, {name}-q8_0.gguf" in error["what"]
-    assert error["fix"] == f"name one: SERVED={out / name}-f16.gguf"  # though it does not lie in the run's folder
+    assert error["fix"] == f"name one: --served={out / name}-f16.gguf"  # though it does not lie in the run's folder
 
 
 @pytest.mark.slow

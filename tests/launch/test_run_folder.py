@@ -82,9 +82,9 @@ def test_a_run_that_has_made_a_step_is_never_replaced(sign, config):
 def test_the_name_of_a_run_that_runs_is_refused_as_running_and_not_with_a_resume(config):
     folder = new_folder(config(run_name="mine"), "x.yaml")
     make_run(config(), "mine")
-    with folder.locked(), pytest.raises(ConfigError, match="'mine' is running") as refused:
+    with folder.locked(), pytest.raises(ConfigError, match="a run called 'mine' exists") as refused:
         new_folder(config(run_name="mine"), "x.yaml")
-    assert "resume" not in refused.value.fix
+    assert refused.value.fix == "wait for its end: it runs, or choose another run_name"
 
 
 def test_a_run_without_a_step_gives_its_name_to_the_next_start_and_is_kept_with_its_reason(config, capsys):

@@ -72,9 +72,9 @@ SLEEPS = {
         "1", "sftplay.train.micro_batches", "Collator.__call__", 4,
         r"rank 1 has been in data for \d+ s at step 3; rank 0 waits for it \(data\)",
     ),
-    # Two passes try the label head, then each step has two micro-batches: the seventh pass is the third step's first.
+    # Three passes try the label head, then each step has two micro-batches: the eighth pass is the third step's first.
     "forward": Sleep(
-        "0", "transformers.models.llama.modeling_llama", "LlamaForCausalLM.forward", 7,
+        "0", "transformers.models.llama.modeling_llama", "LlamaForCausalLM.forward", 8,
         r"rank 0 has been in forward for \d+ s at step 3; rank 1 waits for it \(communication\)",
     ),
 }  # fmt: skip
