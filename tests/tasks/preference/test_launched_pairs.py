@@ -22,9 +22,10 @@ Verb = Callable[..., CompletedProcess[str]]
 
 SETTINGS = {
     "model__max_seq_len": 128, "train__max_steps": 3, "train__batch_size": 4, "train__effective_batch_size": 16,
-    "train__learning_rate": 0.003, "train__optim": "adamw_torch", "train__precision": "fp32", "train__eval_steps": 3,
+    "train__learning_rate": 0.3, "train__optim": "sgd", "train__precision": "fp32", "train__eval_steps": 3,
     "eval__limit": 2, "eval__batch_size": 8, "preference__beta": 0.5,
 }  # fmt: skip
+"""Plain descent: AdamW makes whole steps of what is only the rounding of a small gradient."""
 
 
 @pytest.fixture(scope="module")
