@@ -237,14 +237,15 @@ def kill_group(process: Any) -> None:
     """End a process and all that it has started: its group, and what is below it in others."""
     import psutil
 
-    with suppress(OSError, psutil.Error):  # it is reaped already: its number may be another's now
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        started = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGKILL)
-        for child in started:
-            with suppress(psutil.Error):
-                child.kill()
-    process.kill()
+    with suppress(ValueError):  # another thread has closed it, which it does when it has ended
+        with suppress(OSError, psutil.Error):  # it is reaped already: its number may be another's now
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            started = psutil.Process(process.pid).children(recursive=True)
+            os.killpg(process.pid, signal.SIGKILL)
+            for child in started:
+                with suppress(psutil.Error):
+                    child.kill()
+        process.kill()
 
 
 def describe_error(error: BaseException) -> str:

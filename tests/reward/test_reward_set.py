@@ -1,5 +1,6 @@
 """All rewards of a config together: side by side, in order, each with its deadline. What is not known is counted."""
 
+from multiprocessing import get_context
 from threading import Thread
 
 import pytest
@@ -8,7 +9,7 @@ from processes import HANG_S, wait_until
 
 from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
-from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, combined
+from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, combined, kill_group
 from sftplay.reward.table import RewardValues
 from sftplay.sandbox.pool import SAFE, find_problem
 
@@ -110,6 +111,14 @@ def test_closing_ends_a_call_that_loops_in_another_thread(user, tmp_path):
     rewards.close()
     thread.join(timeout=HANG_S)
     assert found[0].by_name["r0"].values == [None]
+
+
+def test_a_process_that_another_thread_has_closed_is_ended_without_an_error():
+    process = get_context("spawn").Process(target=int)
+    process.start()
+    process.join(timeout=HANG_S)
+    process.close()
+    kill_group(process)
 
 
 def scored(values, reasons=(), n=8):
