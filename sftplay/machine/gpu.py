@@ -58,7 +58,7 @@ def usable_cores(root: Path = ROOT) -> int:
     for group in _groups(root, "cpu"):
         v1 = [_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         quota, period = _text(group / "cpu.max").split() or v1
-        if quota.isdigit():  # neither `max` nor -1
+        if quota.isdigit() and period.isdigit():  # neither `max` nor -1
             cores = min(cores, -(-int(quota) // int(period)))
     return cores
 

@@ -203,11 +203,11 @@ def _takes_pair(model: Any, name: str, linear: nn.Linear) -> bool:
         _check_lora_target_modules_mamba(PeftLora(), model, name.rpartition(".")[2])
     except ValueError:
         return False
-    if type(linear).__module__.startswith(("torch.", "bitsandbytes.")):
-        return True
+    if not type(linear).__module__.startswith(("transformers.models.", "transformers_modules.")):
+        return True  # torch's, or a quantised one
     try:
         out = linear(linear.weight.new_zeros(1, linear.in_features))
-    except (RuntimeError, ValueError):
+    except (RuntimeError, TypeError, ValueError):
         return False
     return torch.is_tensor(out) and out.shape == (1, linear.out_features)
 

@@ -16,7 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftplay.config.run import LoraConfig, ModelConfig
 from sftplay.errors import ConfigError, DataError, MachineError
-from sftplay.model.adapter import add_adapter, attach_adapter, describe_parameters, freeze_outside_text
+from sftplay.model.adapter import (
+    add_adapter,
+    attach_adapter,
+    describe_parameters,
+    every_linear_of_text,
+    freeze_outside_text,
+)
 from sftplay.model.load import load_base
 from sftplay.model.source import check_source
 from sftplay.model.tokenizer import load_tokenizer
@@ -174,6 +180,18 @@ def test_a_mixture_whose_config_asks_for_a_loss_of_its_router_answers_padded_pro
     alone = model.generate(ids[1:], max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert answers[1].tolist() == alone[0].tolist()
     assert model(ids, attention_mask=mask, labels=ids).aux_loss > 0
+
+
+def test_auto_keeps_linears_of_a_library_whatever_they_compute_with(open_base: Any):
+    """A quantised linear may not compute where it is asked: without its GPU, or in the type of its weights."""
+
+    class QuantisedLinear(torch.nn.Linear):
+        def forward(self, _states: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("needs its kernel")
+
+    base = open_base()
+    base.model.layers[0].self_attn.q_proj.__class__ = QuantisedLinear
+    assert every_linear_of_text(base) == "all-linear"
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
