@@ -242,8 +242,9 @@ class LoraConfig(Section):
     """Dropout of the adapter's inputs while training. 0.05 helps on small data; 0 is faster."""
 
     target_modules: list[str] | Auto = "auto"
-    """Names of the linear layers that get an adapter. auto takes every linear layer but the output head, and nothing of
-    a mixture's experts: gate_proj, up_proj, down_proj (w1, w2, w3) in a list adapt them where PEFT knows them."""
+    """Names of the linear layers that get an adapter. auto takes all but the output head, routers, out_proj of Mamba
+    (PEFT refuses it) and a mixture's experts: gate_proj, up_proj, down_proj (w1, w2, w3) in a list adapt these where
+    PEFT knows them."""
 
     modules_to_save: list[str] = Field(default_factory=list)
     """Modules trained in full and saved with the adapter. [embed_tokens, lm_head] trains all tokens, not only those of
