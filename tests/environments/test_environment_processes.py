@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from processes import HANG_S, is_alive, wait_until
 
@@ -248,8 +249,10 @@ def count_members(group: int) -> int:
 def test_the_death_of_the_process_that_makes_copies_ends_the_run_and_is_no_answer(in_vain: str):
     with EnvironmentHost(make_spec()) as host:
         process = host.fork(1)
+        below = [child.pid for child in psutil.Process(host._process.pid).children(recursive=True)]
         os.kill(host._process.pid, signal.SIGKILL)
-        host._process.join()  # it is dead, and with it the copy
+        host._process.join()
+        wait_until(lambda: not any(map(is_alive, below)))  # the copy dies with it, but not in the same instant
         with pytest.raises(RunError, match="the process that makes environments has died") as ended:
             host.fork(2) if in_vain == "fork" else process.ask(call="scale", arguments={"number": 1})
         assert ended.value.fix
